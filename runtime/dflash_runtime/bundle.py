@@ -1,0 +1,401 @@
+"""The bundle: files plus one manifest, `bundle.json`. This module alone reads and writes the manifest.
+
+A bundle is the contract between export, engines and runtime:
+
+    bundle.json   target.onnx   drafter_context.onnx   drafter.onnx
+    weights/      tokenizer/    reference/             engines/<device tag>/
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import types
+import typing
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dflash_runtime.errors import BundleError
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "bundle.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFacts:
+    """One input or output of a graph."""
+
+    name: str
+    dtype: str
+    """Safetensors spelling: F32, F16, BF16, I64, ..."""
+    shape: list[int | str]
+    """Integers are fixed; strings are the letters B, S, T, R, b of the graph contract."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTensor:
+    """A tensor that lives from call to call, and how a rejected draft is taken back from it."""
+
+    input: str
+    output: str
+    kind: str
+    """`kv`, or `windowed_kv` where attention sees only the last `window_tokens` rows."""
+    shape: list[int | str]
+    """[B, kv_heads, T, head_dim]"""
+    window_tokens: int | None
+    rollback: str
+    """`length`: rows at and past the length are dead and the next write replaces them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphFacts:
+    """One ONNX file with its interface; state tensors are listed once, in `state`."""
+
+    file: str
+    opset: int
+    inputs: list[TensorFacts]
+    outputs: list[TensorFacts]
+    state: list[StateTensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceFacts:
+    """Where a checkpoint came from."""
+
+    kind: str
+    """`folder` or `hub`."""
+    id: str
+    revision: str | None
+    config_sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetFacts:
+    """The model that decides."""
+
+    name: str
+    source: SourceFacts
+    architecture: str
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_parameters: int
+    max_position_tokens: int
+    tied_head: bool
+    embedding_weight: str
+    """Name of the embedding table in the weight index, [V, H]."""
+    head_weight: str
+    """Name of the output head in the weight index, [V, H]; equals `embedding_weight` when tied."""
+    graph: GraphFacts
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterFacts:
+    """The block-diffusion model that proposes."""
+
+    name: str
+    source: SourceFacts
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_parameters: int
+    block_size: int
+    """Tokens in one block the drafter was trained for, anchor included."""
+    mask_token_id: int
+    context_graph: GraphFacts
+    graph: GraphFacts
+
+
+@dataclasses.dataclass(frozen=True)
+class TapFacts:
+    """Which layers' raw outputs the target hands out, in the order they are concatenated."""
+
+    layer_ids: list[int]
+    """0-based decoder layers; an id is the output of that layer (Hugging Face hidden_states[id + 1])."""
+    origin: str
+    """`drafter` (its config states them) or `default` (the default rule, no drafter yet)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFacts:
+    """Facts about turning text into tokens that belong to the pair."""
+
+    stop_token_ids: list[int]
+    bos_token_id: int | None
+    has_chat_template: bool
+    template_args: dict[str, Any]
+    """Arguments the chat template gets by default, such as {"enable_thinking": false}."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightEntry:
+    """Where one weight lies."""
+
+    file: str
+    offset_bytes: int
+    length_bytes: int
+    dtype: str
+    shape: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileFacts:
+    """Size and hash of one file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckRow:
+    """One line of the parity table."""
+
+    stage: str
+    """`portable` (against PyTorch), `lowered` (against portable), `tokens`, ..."""
+    tensor: str
+    worst: float
+    """Largest deviation seen, relative to the reference's scale; for `tokens` the number that differ."""
+    tolerance: float
+    passed: bool
+    covered: str
+    """What was run, in words: lengths, layers, prompts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """How the bundle was made."""
+
+    tool_version: str
+    argv: list[str]
+    versions: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Everything `bundle.json` says."""
+
+    schema_version: int
+    precision: str
+    """fp32, fp16 or bf16: the dtype of weights and graphs. Execution may choose another one."""
+    max_context_tokens: int
+    """Most rows a request may commit to the KV cache."""
+    block_sizes: list[int]
+    """Block sizes engines are made for, ascending; the runtime may use any size up to the largest."""
+    target: TargetFacts
+    drafter: DrafterFacts | None
+    taps: TapFacts
+    text: TextFacts
+    weights: dict[str, WeightEntry]
+    files: dict[str, FileFacts]
+    checks: list[CheckRow]
+    provenance: Provenance
+
+    def to_json(self) -> str:
+        """The manifest as the text of `bundle.json`."""
+        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Manifest:
+        """Reads a manifest strictly.
+
+        Args:
+            text: Content of `bundle.json`.
+            where: Path for messages.
+
+        Raises:
+            BundleError: not JSON, a newer schema, an unknown or a missing key, a value of the wrong type.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise BundleError(f"{where} is not valid JSON ({error}). Copy or build the bundle again.") from error
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if not isinstance(version, int):
+            raise BundleError(f"{where} has no schema_version; it is not a bundle manifest.")
+        if version != SCHEMA_VERSION:
+            hint = "Update dflash-export" if version > SCHEMA_VERSION else "Build the bundle again"
+            raise BundleError(
+                f"{where} has schema version {version}, this program reads version {SCHEMA_VERSION}. {hint}."
+            )
+        return typing.cast(Manifest, decode(cls, data, where))
+
+
+def decode(kind: Any, data: Any, where: str) -> Any:
+    """Builds a value of type `kind` from JSON data, refusing unknown keys and wrong types.
+
+    Args:
+        kind: A dataclass, `list[...]`, `dict[str, ...]`, a union, or a plain JSON type.
+        data: What `json.loads` gave.
+        where: Path of the value, for messages.
+
+    Raises:
+        BundleError: naming the place and both types.
+    """
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _decode_record(kind, data, where)
+    if origin is list and isinstance(data, list):
+        return [decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(data)]
+    if origin is dict and isinstance(data, dict):
+        return {key: decode(args[1], value, f"{where}.{key}") for key, value in data.items()}
+    if origin in (typing.Union, types.UnionType):
+        return _decode_union(args, data, where)
+    if kind is Any or (kind is float and type(data) is int) or type(data) is kind:
+        return data
+    name = getattr(kind, "__name__", str(kind))
+    raise BundleError(f"{where} should be {name} and is {type(data).__name__}.")
+
+
+def _decode_union(options: tuple[Any, ...], data: Any, where: str) -> Any:
+    if data is None and type(None) in options:
+        return None
+    rest = [option for option in options if option is not type(None)]
+    if len(rest) == 1:
+        return decode(rest[0], data, where)
+    if type(data) in rest:
+        return data
+    raise BundleError(f"{where} should be one of {rest} and is {type(data).__name__}.")
+
+
+def _decode_record(kind: type, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise BundleError(f"{where} should be an object and is {type(data).__name__}.")
+    hints = typing.get_type_hints(kind)
+    unknown, missing = sorted(data.keys() - hints.keys()), sorted(hints.keys() - data.keys())
+    if unknown:
+        raise BundleError(f"{where} has unknown keys {unknown}. A newer dflash-export may have written it: update.")
+    if missing:
+        raise BundleError(f"{where} lacks the keys {missing}. Copy or build the bundle again.")
+    return kind(**{key: decode(hints[key], data[key], f"{where}.{key}") for key in hints})
+
+
+class Bundle:
+    """A bundle on disk.
+
+    Attributes:
+        path: The folder.
+        manifest: Its facts.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, check_files: bool = True) -> Bundle:
+        """Reads a bundle's manifest and checks its files once per copy.
+
+        Args:
+            path: The bundle folder.
+            check_files: Compare sizes, and hashes the first time this copy is seen.
+
+        Raises:
+            BundleError: no bundle there, or a file is missing or altered.
+        """
+        folder = Path(path)
+        manifest_path = folder / MANIFEST_NAME
+        if not manifest_path.is_file():
+            raise BundleError(
+                f"{folder} is not a bundle: it has no {MANIFEST_NAME}. "
+                "Make one with: dflash-export build --target TARGET --out DIR"
+            )
+        bundle = cls(folder, Manifest.from_json(manifest_path.read_text(encoding="utf-8"), str(manifest_path)))
+        if check_files:
+            bundle.check_files()
+        return bundle
+
+    def file(self, name: str) -> Path:
+        """Path of a file of the bundle.
+
+        Raises:
+            BundleError: the name leads outside the bundle.
+        """
+        parts = PurePosixPath(name)
+        if parts.is_absolute() or ".." in parts.parts or not name or "\\" in name:
+            raise BundleError(f"{self.path / MANIFEST_NAME} names {name!r}, which lies outside the bundle.")
+        return self.path / name
+
+    def check_files(self, *, full: bool = False) -> list[str]:
+        """Compares every file with the manifest.
+
+        Sizes are always compared. Hashes are computed when this copy (path, size, modification time)
+        has not been hashed before, or when `full`.
+
+        Returns:
+            The names that were hashed in this call.
+
+        Raises:
+            BundleError: naming every file that is missing, short or altered.
+        """
+        known = {} if full else _read_stamps(self._stamp_path())
+        stamps: dict[str, list[Any]] = {}
+        hashed, problems = [], []
+        for name, facts in self.manifest.files.items():
+            path = self.file(name)
+            if not path.is_file():
+                problems.append(f"{name} is missing")
+                continue
+            status = path.stat()
+            stamp = [facts.sha256, status.st_size, status.st_mtime_ns]
+            if status.st_size != facts.size_bytes:
+                problems.append(f"{name} has {status.st_size} bytes instead of {facts.size_bytes}")
+            elif known.get(name) != stamp:
+                hashed.append(name)
+                if sha256_of(path) != facts.sha256:
+                    problems.append(f"{name} was altered (its sha256 differs)")
+            stamps[name] = stamp
+        if problems:
+            raise BundleError(f"{self.path}: " + "; ".join(problems) + ". Copy or build the bundle again.")
+        if hashed:
+            _write_stamps(self._stamp_path(), stamps)
+        return hashed
+
+    def _stamp_path(self) -> Path:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        key = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:32]
+        return cache / "dflash-export" / "checked" / f"{key}.json"
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal, read in 4 MiB pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while piece := stream.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def file_facts(root: Path, names: Iterable[str]) -> dict[str, FileFacts]:
+    """Size and hash of the named files below `root`."""
+    return {name: FileFacts((root / name).stat().st_size, sha256_of(root / name)) for name in sorted(names)}
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Writes a file under a temporary name beside `path`, then replaces `path` with it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read_stamps(path: Path) -> dict[str, Any]:
+    # A cache of what was hashed: an unreadable one only means hashing again.
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _write_stamps(path: Path, stamps: dict[str, list[Any]]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(path, json.dumps(stamps))
+    except OSError:
+        return  # a read-only home costs one more hash at the next start, nothing else
