@@ -1,0 +1,1 @@
+"""Checkpoint to portable bundle: needs torch, transformers and onnx."""
