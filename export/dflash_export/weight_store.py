@@ -1,0 +1,126 @@
+"""Streams weights into the bundle, tensor by tensor, and points graphs at them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+
+from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
+from dflash_runtime.bundle import FileFacts, WeightEntry
+from dflash_runtime.errors import CheckpointError, OutputError
+
+TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PRECISIONS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+_IR_DTYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
+_CHUNK_BYTES = 1 << 22
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage name, work done and work in all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredWeights:
+    """What was written."""
+
+    entries: dict[str, WeightEntry]
+    file_name: str
+    facts: FileFacts
+
+
+def store_weights(root: Path, file_name: str, places: dict[str, TensorPlace], dtype: str, progress: Progress
+                  ) -> StoredWeights:
+    """Writes tensors into one safetensors file, converting on the way where the dtype differs.
+
+    At most one 4 MiB piece is in memory. Identical dtypes are copied byte for byte.
+
+    Args:
+        root: Bundle folder under construction.
+        file_name: Path below it, such as `weights/target.safetensors`.
+        places: Bundle name -> source tensor.
+        dtype: F32, F16 or BF16.
+        progress: Called with bytes done and bytes in all.
+
+    Raises:
+        CheckpointError: a tensor is not a plain float, or a value does not fit the dtype.
+        OutputError: the disk is full or not writable.
+    """
+    entries: dict[str, WeightEntry] = {}
+    header: dict[str, dict[str, object]] = {}
+    offset = 0
+    for name, place in places.items():
+        if place.dtype not in TORCH_DTYPES:
+            raise CheckpointError(
+                f"tensor {name} is stored as {place.dtype}: quantised checkpoints are not supported; "
+                "use the original half-precision one."
+            )
+        length = math.prod(place.shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(place.shape), "data_offsets": [offset, offset + length]}
+        entries[name] = WeightEntry(file_name, offset, length, dtype, list(place.shape))
+        offset += length
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 64 + 56)  # data starts at a multiple of 64 bytes
+    digest = hashlib.sha256()
+    total, done = offset, 0
+    path = root / file_name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as stream:
+            for piece in (len(head).to_bytes(8, "little"), head):
+                stream.write(piece)
+                digest.update(piece)
+            for name, place in places.items():
+                for piece in _converted(name, place, dtype):
+                    stream.write(piece)
+                    digest.update(piece)
+                    done += len(piece)
+                    progress("weights", done, total)
+    except OSError as error:
+        raise OutputError(f"writing {total + len(head)} bytes to {path} failed: {error.strerror or error}.") from error
+    start = 8 + len(head)
+    entries = {k: dataclasses.replace(e, offset_bytes=e.offset_bytes + start) for k, e in entries.items()}
+    return StoredWeights(entries, file_name, FileFacts(start + total, digest.hexdigest()))
+
+
+def _converted(name: str, place: TensorPlace, dtype: str) -> Iterator[bytes]:
+    if place.dtype == dtype:
+        yield from place.chunks(_CHUNK_BYTES)
+        return
+    for piece in place.chunks(_CHUNK_BYTES):
+        source = torch.frombuffer(bytearray(piece), dtype=TORCH_DTYPES[place.dtype])
+        result = source.to(TORCH_DTYPES[dtype])
+        if not torch.isfinite(result).all() and torch.isfinite(source).all():
+            raise CheckpointError(
+                f"{name} holds {source.abs().max().item():.4g}, more than {dtype} can hold "
+                f"({torch.finfo(TORCH_DTYPES[dtype]).max:.4g}). Build with --precision bf16 or fp32."
+            )
+        yield result.view(torch.uint8).numpy().tobytes()
+
+
+def attach_weights(model: ir.Model, entries: dict[str, WeightEntry], root: Path) -> None:
+    """Points a graph's hollow initializers at the bundle's weight files.
+
+    Raises:
+        CheckpointError: an initializer has no weight, or shape or dtype differ.
+    """
+    for name, value in model.graph.initializers.items():
+        if value.const_value is not None:
+            continue
+        entry = entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"the graph uses {name}, which the checkpoint does not hold.")
+        shape = [int(d) for d in value.shape or ()]
+        if shape != entry.shape or value.dtype != _IR_DTYPES[entry.dtype]:
+            raise CheckpointError(
+                f"{name} is {entry.dtype} {entry.shape} in the checkpoint and {value.dtype} {shape} in the model."
+            )
+        value.const_value = ir.ExternalTensor(
+            entry.file, entry.offset_bytes, entry.length_bytes, _IR_DTYPES[entry.dtype],
+            shape=ir.Shape(entry.shape), name=name, base_dir=root,
+        )
