@@ -45,12 +45,23 @@ def make_hollow_model(config: PreTrainedConfig, dtype: torch.dtype, fake: FakeTe
     return model
 
 
-def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    if not type(config) in AutoModelForCausalLM._model_mapping:  # noqa: E713
+def causal_lm_class(config: PreTrainedConfig) -> type[nn.Module]:
+    """The class Transformers would make for a config.
+
+    Raises:
+        UnsupportedModelError: it has no causal-LM class.
+    """
+    if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModelError(
             f"Transformers has no causal language model for model_type {config.model_type!r}. "
             "The target must be a decoder-only language model."
         )
+    found: type[nn.Module] = AutoModelForCausalLM._model_mapping[type(config)]
+    return found
+
+
+def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    causal_lm_class(config)
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     except ValueError as error:

@@ -1,0 +1,253 @@
+"""Checkpoint to portable bundle, as a story: find, check, trace, store, describe."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from transformers import PreTrainedConfig
+
+from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config
+from dflash_export.graph_facts import finish_interface
+from dflash_export.hollow_model import causal_lm_class
+from dflash_export.match_weights import match_weights, untie_if_stored_apart
+from dflash_export.rope_limits import exact_context_limit
+from dflash_export.tap_rule import default_target_layer_ids
+from dflash_export.taps import select_taps
+from dflash_export.target_trace import TracedTarget, trace_target
+from dflash_export.tensor_files import ITEM_BYTES
+from dflash_export.text_files import copy_text_files, read_text_facts
+from dflash_export.weight_store import (
+    PRECISIONS,
+    TORCH_DTYPES,
+    Progress,
+    StoredWeights,
+    attach_weights,
+    store_weights,
+)
+from dflash_runtime.bundle import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    FileFacts,
+    Manifest,
+    Provenance,
+    TapFacts,
+    TargetFacts,
+    WeightEntry,
+    file_facts,
+    write_text_atomically,
+)
+from dflash_runtime.errors import CheckpointError
+
+DEFAULT_CONTEXT_TOKENS = 4096
+DEFAULT_BLOCK_SIZES = (4, 8, 16)
+TARGET_GRAPH = "target.onnx"
+TARGET_WEIGHTS = "weights/target.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildOptions:
+    """What to build."""
+
+    target: str
+    """Catalog name, Hugging Face id with `@revision`, or folder."""
+    drafter: str | None = None
+    out: Path | None = None
+    precision: str | None = None
+    """fp32, fp16, bf16; None keeps the checkpoint's own."""
+    block_sizes: tuple[int, ...] = ()
+    """Block sizes engines are made for; empty: the drafter's own and the common smaller ones."""
+    max_context_tokens: int | None = None
+    template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    gate: str = "auto"
+    """`full`, `layers`, or `auto`: full where the model fits into free memory, else layer by layer."""
+    local_files_only: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetPlan:
+    """A target found and checked, before any work."""
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    precision: str
+    max_context_tokens: int
+    notes: list[str]
+
+    @property
+    def weight_dtype(self) -> str:
+        """Safetensors spelling of the precision."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes the weights take in the bundle, an upper bound where weights are tied."""
+        total = 0
+        for place in self.checkpoint.places.values():
+            total += place.length_bytes // ITEM_BYTES.get(place.dtype, 1) * ITEM_BYTES[self.weight_dtype]
+        return total
+
+
+def plan_target(options: BuildOptions) -> TargetPlan:
+    """Finds the target and settles precision and context.
+
+    Raises:
+        CheckpointError: not found, damaged, or options the model cannot serve.
+    """
+    checkpoint = find_checkpoint(options.target, role="target", local_files_only=options.local_files_only)
+    config = read_target_config(checkpoint)
+    notes = untie_if_stored_apart(config, checkpoint.places)
+    precision = options.precision or _own_precision(checkpoint)
+    if precision not in PRECISIONS:
+        raise CheckpointError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}.")
+    context = _context(config, options.max_context_tokens, notes)
+    return TargetPlan(checkpoint, config, precision, context, notes)
+
+
+def _own_precision(checkpoint: Checkpoint) -> str:
+    by_dtype: dict[str, int] = {}
+    for place in checkpoint.places.values():
+        by_dtype[place.dtype] = by_dtype.get(place.dtype, 0) + place.length_bytes
+    most = max(by_dtype, key=lambda d: by_dtype[d])
+    return {"F32": "fp32", "F64": "fp32", "F16": "fp16", "BF16": "bf16"}.get(most, "bf16")
+
+
+def _context(config: PreTrainedConfig, wanted: int | None, notes: list[str]) -> int:
+    text = config.get_text_config()
+    trained = getattr(text, "max_position_embeddings", None)
+    limit, rule = (int(trained), "max_position_embeddings") if trained else (1 << 30, "")
+    exact = exact_context_limit(text)
+    if exact is not None and exact[0] <= limit:
+        limit, rule = exact[0], f"the original range of {exact[1]} rope scaling"
+    if wanted is None:
+        if exact is not None and limit < DEFAULT_CONTEXT_TOKENS:
+            notes.append(f"the context is limited to {limit} tokens by {rule}")
+        return min(DEFAULT_CONTEXT_TOKENS, limit)
+    if wanted < 2:
+        raise CheckpointError(f"--max-context {wanted} leaves no room for a prompt and an answer; give 2 or more.")
+    if wanted > limit:
+        raise CheckpointError(f"--max-context {wanted} exceeds {limit}, {rule} of the target. Give at most {limit}.")
+    return wanted
+
+
+def trace_and_store_target(plan: TargetPlan, root: Path, layer_ids: list[int] | None, progress: Progress
+                           ) -> tuple[TargetFacts, TapFacts, StoredWeights]:
+    """Traces the target, streams its weights and writes `target.onnx`.
+
+    Args:
+        plan: The checked target.
+        root: Bundle folder under construction.
+        layer_ids: Taps the drafter wants; None for the default rule.
+        progress: Called with stage, done, total.
+    """
+    progress("trace target", 0, 1)
+    traced = trace_target(plan.config, TORCH_DTYPES[plan.weight_dtype])
+    progress("trace target", 1, 1)
+    places = match_weights(
+        causal_lm_class(plan.config),
+        list(traced.parameters),
+        traced.parameter_names,
+        {name: shape for name, (_, shape) in traced.parameters.items()},
+        plan.checkpoint.places,
+    )
+    stored = store_weights(root, TARGET_WEIGHTS, places, plan.weight_dtype, progress)
+    if layer_ids is None:
+        taps = TapFacts(default_target_layer_ids(traced.num_layers), "default")
+    else:
+        taps = TapFacts(list(layer_ids), "drafter")
+    select_taps(traced.model, taps.layer_ids, traced.hidden_size)
+    facts = _target_facts(plan, traced)
+    write_graph(traced.model, stored.entries, root, TARGET_GRAPH)
+    return facts, taps, stored
+
+
+def _target_facts(plan: TargetPlan, traced: TracedTarget) -> TargetFacts:
+    text = plan.config.get_text_config()
+    windows = [layer.window_tokens for layer in traced.layers]
+    return TargetFacts(
+        name=plan.checkpoint.name,
+        source=plan.checkpoint.source,
+        architecture=traced.architecture,
+        model_type=str(plan.config.model_type),
+        num_layers=traced.num_layers,
+        hidden_size=traced.hidden_size,
+        vocab_size=traced.vocab_size,
+        num_parameters=traced.num_parameters,
+        max_position_tokens=int(getattr(text, "max_position_embeddings", 0) or 0),
+        tied_head=traced.embedding_weight == traced.head_weight,
+        embedding_weight=traced.embedding_weight,
+        head_weight=traced.head_weight,
+        graph=finish_interface(traced.model, "target", TARGET_GRAPH, windows),
+    )
+
+
+def write_graph(model: ir.Model, entries: dict[str, WeightEntry], root: Path, file: str) -> None:
+    """Writes one graph that refers to the bundle's weights, and has the ONNX checker read it.
+
+    Raises:
+        CheckpointError: a weight is missing or does not fit.
+    """
+    import onnx
+
+    attach_weights(model, entries, root)
+    ir.save(model, root / file)
+    onnx.checker.check_model(str(root / file))
+
+
+def describe(root: Path, manifest: Manifest, weight_facts: dict[str, FileFacts]) -> Manifest:
+    """Adds size and hash of every file to a manifest and writes `bundle.json`.
+
+    Args:
+        root: Bundle folder.
+        manifest: The manifest so far; its `files` are replaced.
+        weight_facts: Facts already known from writing, so that weights are not read again.
+    """
+    names = [
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*")
+        if path.is_file() and path.name != MANIFEST_NAME and path.relative_to(root).parts[0] != "engines"
+    ]
+    facts = {**file_facts(root, [n for n in names if n not in weight_facts]), **weight_facts}
+    manifest = dataclasses.replace(manifest, files=dict(sorted(facts.items())))
+    write_text_atomically(root / MANIFEST_NAME, manifest.to_json())
+    return manifest
+
+
+def provenance() -> Provenance:
+    """Versions and the command line that made a bundle."""
+    versions = {"python": sys.version.split()[0]}
+    for package in ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "onnxruntime"):
+        versions[package] = importlib.metadata.version(package)
+    return Provenance(importlib.metadata.version("dflash-export"), list(sys.argv), versions)
+
+
+def config_hash(path: Path) -> str:
+    """sha256 of a small file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def first_manifest(plan: TargetPlan, root: Path, facts: TargetFacts, taps: TapFacts, stored: StoredWeights,
+                   options: BuildOptions) -> Manifest:
+    """The manifest of a bundle that holds a target alone; text files are copied here."""
+    copy_text_files(plan.checkpoint.folder, root)
+    text, notes = read_text_facts(plan.checkpoint.folder, dict(options.template_args))
+    plan.notes.extend(notes)
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        precision=plan.precision,
+        max_context_tokens=plan.max_context_tokens,
+        block_sizes=sorted(set(options.block_sizes)) or list(DEFAULT_BLOCK_SIZES),
+        target=facts,
+        drafter=None,
+        taps=taps,
+        text=text,
+        weights=stored.entries,
+        files={},
+        checks=[],
+        provenance=provenance(),
+    )
