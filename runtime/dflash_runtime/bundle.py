@@ -212,7 +212,9 @@ class Manifest:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise BundleError(f"{where} is not valid JSON ({error}). Copy or build the bundle again.") from error
+            raise BundleError(
+                f"{where} is no valid JSON ({error}). Copy or build the bundle again."
+            ) from error
         version = data.get("schema_version") if isinstance(data, dict) else None
         if not isinstance(version, int):
             raise BundleError(f"{where} has no schema_version; it is not a bundle manifest.")
@@ -267,7 +269,7 @@ def _decode_record(kind: type, data: Any, where: str) -> Any:
     hints = typing.get_type_hints(kind)
     unknown, missing = sorted(data.keys() - hints.keys()), sorted(hints.keys() - data.keys())
     if unknown:
-        raise BundleError(f"{where} has unknown keys {unknown}. A newer dflash-export may have written it: update.")
+        raise BundleError(f"{where} has unknown keys {unknown}. A newer dflash-export wrote it: update.")
     if missing:
         raise BundleError(f"{where} lacks the keys {missing}. Copy or build the bundle again.")
     return kind(**{key: decode(hints[key], data[key], f"{where}.{key}") for key in hints})
@@ -303,7 +305,8 @@ class Bundle:
                 f"{folder} is not a bundle: it has no {MANIFEST_NAME}. "
                 "Make one with: dflash-export build --target TARGET --out DIR"
             )
-        bundle = cls(folder, Manifest.from_json(manifest_path.read_text(encoding="utf-8"), str(manifest_path)))
+        text = manifest_path.read_text(encoding="utf-8")
+        bundle = cls(folder, Manifest.from_json(text, str(manifest_path)))
         if check_files:
             bundle.check_files()
         return bundle

@@ -1,0 +1,70 @@
+"""What the decode loop needs from whatever executes the graphs, and how to open it by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from dflash_runtime.bundle import Bundle
+from dflash_runtime.errors import BackendError
+
+AVAILABLE = ("ort-cpu",)
+PLANNED = ("ort-cuda", "tensorrt", "tensorrt-rtx")
+
+
+class Backend(Protocol):
+    """Executes target and drafter. Caches, taps and logits stay inside; only ids and positions cross.
+
+    `position` is the number of committed rows, that is the first row a call writes. Rows at and past it are
+    dead: a rejected draft needs no clean-up, the next call overwrites it.
+    """
+
+    name: str
+    """`ort-cpu`, ..."""
+    prefill_chunk_tokens: int
+    """Most prompt tokens one `prefill` takes."""
+
+    def reset(self) -> None:
+        """Forgets the request before."""
+
+    def prefill(self, ids: Sequence[int], position: int) -> int:
+        """Runs the target over a piece of the prompt; returns the token after it, -1 if not finite."""
+
+    def draft(self, anchor: int, block_size: int, position: int) -> list[int]:
+        """Proposes the block_size-1 tokens after `anchor`, the newest token, whose row is `position`."""
+
+    def verify(self, block: Sequence[int], position: int) -> list[int]:
+        """Runs the target over anchor and proposals; returns its token after each, -1 where not finite."""
+
+    def append_context(self, rows: int, position: int) -> None:
+        """Gives the drafter the taps of the last target call; without a drafter there is nothing to give."""
+
+    def close(self) -> None:
+        """Frees what the backend holds."""
+
+
+def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> Backend:
+    """Opens the backend `name` over the bundle's engines.
+
+    Args:
+        name: See `AVAILABLE`.
+        bundle: The opened bundle.
+        threads: CPU threads; None lets the backend choose.
+        prefill_chunk_tokens: Most prompt tokens per target call; larger is faster and takes more memory.
+
+    Raises:
+        BackendError: unknown, not made for this version, or its library is not installed.
+        EngineError: the bundle has no usable engine for it.
+    """
+    if name not in AVAILABLE:
+        what = "is not part of this version" if name in PLANNED else "is unknown"
+        raise BackendError(f"Backend {name!r} {what}. Available here: {', '.join(AVAILABLE)}.")
+    if threads is not None and threads < 1:
+        raise BackendError(f"threads is {threads} and must be at least 1; None lets the backend choose.")
+    if prefill_chunk_tokens < 1:
+        raise BackendError(f"prefill_chunk_tokens is {prefill_chunk_tokens} and must be at least 1, as 128.")
+    try:
+        from dflash_runtime.ort_cpu import OrtCpuBackend
+    except ModuleNotFoundError as error:
+        raise BackendError(f"Backend {name!r} needs {error.name}: pip install dflash-export[ort]") from error
+    return OrtCpuBackend(bundle, threads, prefill_chunk_tokens)

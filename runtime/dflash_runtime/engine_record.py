@@ -1,0 +1,101 @@
+"""`engines/<backend>/engine.json`: what the lowered graphs in that folder were made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from pathlib import Path
+
+from dflash_runtime.bundle import Bundle, FileFacts, decode, sha256_of, write_text_atomically
+from dflash_runtime.errors import BundleError, EngineError
+
+ENGINE_SCHEMA_VERSION = 1
+ENGINE_RECORD_NAME = "engine.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineRecord:
+    """Everything `engine.json` says."""
+
+    schema_version: int
+    backend: str
+    source: dict[str, str]
+    """Portable graph file -> the sha256 it had when it was lowered."""
+    files: dict[str, FileFacts]
+    """The engine's own files, named relative to its folder."""
+    execution_precision: str
+    """fp32, fp16 or bf16."""
+    versions: dict[str, str]
+    """Packages that made it."""
+    upcast: bool
+    """The bundle's weights are narrower than `execution_precision` and are widened when a session opens."""
+
+    def write(self, folder: Path) -> None:
+        """Writes the record into `folder`, last of all files, so that a record means a complete engine."""
+        text = json.dumps(dataclasses.asdict(self), indent=1)
+        write_text_atomically(folder / ENGINE_RECORD_NAME, text + "\n")
+
+
+def engine_folder(bundle: Bundle, backend: str) -> Path:
+    """Where the engines of a backend lie."""
+    return bundle.path / "engines" / backend
+
+
+def open_engine(bundle: Bundle, backend: str) -> EngineRecord:
+    """Reads a backend's engine record and checks it against the files and the bundle's graphs.
+
+    Raises:
+        EngineError: no engine, one that is incomplete or altered, or one made from other graphs.
+    """
+    folder = engine_folder(bundle, backend)
+    remedy = f"Run: dflash-export engines {bundle.path} --backend {backend}"
+    path = folder / ENGINE_RECORD_NAME
+    if not path.is_file():
+        raise EngineError(f"{bundle.path} has no engine for {backend} ({path} is missing). {remedy}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != ENGINE_SCHEMA_VERSION:
+            raise EngineError(
+                f"{path} has schema version {version}, this program reads {ENGINE_SCHEMA_VERSION}. {remedy}"
+            )
+        record = typing.cast(EngineRecord, decode(EngineRecord, data, str(path)))
+    except (ValueError, BundleError) as error:
+        raise EngineError(f"{path} cannot be read: {error} {remedy}") from error
+    problems = _file_problems(folder, record) + _source_problems(bundle, record)
+    if record.backend != backend:
+        problems.append(f"it was made for {record.backend}, not {backend}")
+    if problems:
+        raise EngineError(f"The engine in {folder} cannot be used: {'; '.join(problems)}. {remedy}")
+    return record
+
+
+def _file_problems(folder: Path, record: EngineRecord) -> list[str]:
+    problems = []
+    for name, facts in record.files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            problems.append(f"{name} is missing")
+        elif size != facts.size_bytes:
+            problems.append(f"{name} is incomplete ({size} bytes instead of {facts.size_bytes})")
+        elif sha256_of(path) != facts.sha256:
+            problems.append(f"{name} was altered (its sha256 differs)")
+    return problems
+
+
+def _source_problems(bundle: Bundle, record: EngineRecord) -> list[str]:
+    manifest = bundle.manifest
+    graphs = [manifest.target.graph.file]
+    if manifest.drafter is not None:
+        graphs += [manifest.drafter.context_graph.file, manifest.drafter.graph.file]
+    problems = []
+    for name in graphs:
+        now = manifest.files[name].sha256 if name in manifest.files else "none"
+        made_from = record.source.get(name, "none")
+        if made_from != now:
+            problems.append(f"it was made from {name} {made_from[:12]}, the bundle has {now[:12]}")
+        if name not in record.files:
+            problems.append(f"it does not list {name}")
+    return problems

@@ -1,0 +1,190 @@
+"""The `ort-cpu` backend: ONNX Runtime on the CPU, with buffers made once and caches updated in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from dflash_runtime.bundle import Bundle, GraphFacts, StateTensor
+from dflash_runtime.engine_record import EngineRecord, engine_folder, open_engine
+from dflash_runtime.errors import BackendError, EngineError
+from dflash_runtime.weights import weight_as_float32
+
+_PROVIDER = "CPUExecutionProvider"
+_KINDS = ("kv", "windowed_kv")
+
+Array = npt.NDArray[Any]
+
+
+class OrtCpuBackend:
+    """Executes the fp32 graphs of `engines/ort-cpu`."""
+
+    name = "ort-cpu"
+
+    def __init__(self, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> None:
+        manifest, record = bundle.manifest, open_engine(bundle, self.name)
+        self.prefill_chunk_tokens = prefill_chunk_tokens
+        rows = max(*manifest.block_sizes, prefill_chunk_tokens)
+        capacity = manifest.max_context_tokens + rows  # a call starts at max_context at the latest
+        self._ids = np.zeros((1, rows), np.int64)
+        self._position = np.zeros(1, np.int64)
+        self._logit_rows = np.zeros(rows, np.int64)
+        self._tokens = np.zeros((1, rows), np.int64)
+        self._taps = np.zeros((1, rows, _tap_width(manifest.target.graph)), np.float32)
+        self._target_state = _allocate(manifest.target.graph.state, capacity)
+        self._drafter_state: dict[str, Array] = {}
+        opener = _Opener(bundle, record, threads)
+        self._target = _Graph(opener, manifest.target.graph, self._target_state)
+        self._context = self._drafter = None
+        if (drafter := manifest.drafter) is not None:
+            self._mask_token_id = drafter.mask_token_id
+            self._drafter_state = _allocate(drafter.context_graph.state, capacity)
+            self._context = _Graph(opener, drafter.context_graph, self._drafter_state)
+            self._drafter = _Graph(opener, drafter.graph, self._drafter_state)
+        self._not_finite = False
+
+    def reset(self) -> None:
+        """Forgets the request before: its rows are dead. NaN is wiped, as 0 x NaN gets through a mask."""
+        if self._not_finite:
+            for array in (*self._target_state.values(), *self._drafter_state.values()):
+                array.fill(0)
+            self._not_finite = False
+
+    def prefill(self, ids: Sequence[int], position: int) -> int:
+        """See `Backend.prefill`."""
+        return self._run_target(ids, position, [len(ids) - 1])[0]
+
+    def verify(self, block: Sequence[int], position: int) -> list[int]:
+        """See `Backend.verify`."""
+        return self._run_target(block, position, range(len(block)))
+
+    def draft(self, anchor: int, block_size: int, position: int) -> list[int]:
+        """See `Backend.draft`."""
+        if self._drafter is None:
+            raise BackendError("The bundle has no drafter, so nothing can be drafted. Use block size 1.")
+        ids, drafts = self._ids[:, :block_size], self._tokens[:, : block_size - 1]
+        ids[0, 0], ids[0, 1:], self._position[0] = anchor, self._mask_token_id, position
+        self._drafter.run({"input_ids": ids, "position": self._position}, {"draft_ids": drafts})
+        proposed: list[int] = drafts[0].tolist()
+        return proposed
+
+    def append_context(self, rows: int, position: int) -> None:
+        """See `Backend.append_context`."""
+        if self._context is not None:
+            self._position[0] = position
+            self._context.run({"taps": self._taps[:, :rows], "position": self._position}, {})
+
+    def close(self) -> None:
+        """Frees sessions and buffers."""
+        del self._target, self._context, self._drafter
+        self._target_state, self._drafter_state = {}, {}
+
+    def _run_target(self, ids: Sequence[int], position: int, logit_rows: Sequence[int]) -> list[int]:
+        count, wanted = len(ids), len(logit_rows)
+        self._ids[0, :count], self._position[0], self._logit_rows[:wanted] = ids, position, logit_rows
+        inputs = {
+            "input_ids": self._ids[:, :count],
+            "position": self._position,
+            "logit_rows": self._logit_rows[:wanted],
+        }
+        self._target.run(inputs, {"token_ids": self._tokens[:, :wanted], "taps": self._taps[:, :count]})
+        found: list[int] = self._tokens[0, :wanted].tolist()
+        self._not_finite |= min(found) < 0
+        return found
+
+
+class _Opener:
+    """Opens engine graphs as ONNX Runtime sessions with the same options and weights."""
+
+    def __init__(self, bundle: Bundle, record: EngineRecord, threads: int | None) -> None:
+        self._bundle = bundle
+        self._record = record
+        self._threads = threads
+        # ONNX Runtime does not own what is given to it by name, so the widened weights are kept here.
+        self._widened = (
+            {
+                n: ort.OrtValue.ortvalue_from_numpy(weight_as_float32(bundle, n))
+                for n in bundle.manifest.weights
+            }
+            if record.upcast
+            else {}
+        )
+
+    def open(self, file: str) -> ort.InferenceSession:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self._threads or 0
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        # Three sessions take turns: a pool that spins after its turn steals the cores from the next.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(self._bundle.path.resolve())
+        )
+        for name, value in self._widened.items():
+            options.add_initializer(name, value)
+        path = engine_folder(self._bundle, self._record.backend) / file
+        try:
+            session = ort.InferenceSession(path.read_bytes(), options, providers=[_PROVIDER])
+        except Exception as error:  # onnxruntime's errors share no base class
+            raise EngineError(
+                f"ONNX Runtime {ort.__version__} cannot open {path}: {error} "
+                f"Run: dflash-export engines {self._bundle.path} --backend {self._record.backend}"
+            ) from error
+        if session.get_providers() != [_PROVIDER]:
+            raise BackendError(f"Asked ONNX Runtime for {_PROVIDER}, got {session.get_providers()}.")
+        return session
+
+
+class _Graph:
+    """A session whose I/O tensors are bound to fixed buffers, once per number of rows."""
+
+    def __init__(self, opener: _Opener, facts: GraphFacts, state: dict[str, Array]) -> None:
+        self._session = opener.open(facts.file)
+        self._facts = facts
+        self._state = state
+        self._bindings: dict[tuple[tuple[int, ...], ...], ort.IOBinding] = {}
+
+    def run(self, inputs: dict[str, Array], outputs: dict[str, Array]) -> None:
+        """Runs once. An I/O tensor must begin at the same address in every call."""
+        key = tuple(array.shape for array in (*inputs.values(), *outputs.values()))
+        binding = self._bindings.get(key)
+        if binding is None:
+            binding = self._bindings[key] = self._bind(inputs, outputs)
+        self._session.run_with_iobinding(binding)
+
+    def _bind(self, inputs: dict[str, Array], outputs: dict[str, Array]) -> ort.IOBinding:
+        binding = self._session.io_binding()
+        # Past and present are the same memory: rows are written in place and nothing is copied.
+        for tensor in self._facts.state:
+            inputs, outputs = (
+                {**inputs, tensor.input: self._state[tensor.input]},
+                {**outputs, tensor.output: self._state[tensor.input]},
+            )
+        for name, array in inputs.items():
+            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        for name, array in outputs.items():
+            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        return binding
+
+
+def _tap_width(target: GraphFacts) -> int:
+    (width,) = (output.shape[-1] for output in target.outputs if output.name == "taps")
+    return int(width)
+
+
+def _allocate(state: list[StateTensor], capacity: int) -> dict[str, Array]:
+    """Zeroed buffers of `capacity` rows: memory is taken by the system only where rows are written."""
+    buffers = {}
+    for tensor in state:
+        if tensor.kind not in _KINDS:
+            raise EngineError(
+                f"State {tensor.input} is of kind {tensor.kind!r}, ort-cpu keeps {' and '.join(_KINDS)}. "
+                "Update dflash-export."
+            )
+        shape = [{"B": 1, "T": capacity}[d] if isinstance(d, str) else d for d in tensor.shape]
+        buffers[tensor.input] = np.zeros(shape, np.float32)
+    return buffers
