@@ -10,6 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+from dflash_runtime.bundle import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    FileFacts,
+    Manifest,
+    Provenance,
+    TapFacts,
+    TargetFacts,
+    WeightEntry,
+    file_facts,
+    write_text_atomically,
+)
+from dflash_runtime.errors import CheckpointError
 from transformers import PreTrainedConfig
 
 from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config
@@ -30,19 +43,6 @@ from dflash_export.weight_store import (
     attach_weights,
     store_weights,
 )
-from dflash_runtime.bundle import (
-    MANIFEST_NAME,
-    SCHEMA_VERSION,
-    FileFacts,
-    Manifest,
-    Provenance,
-    TapFacts,
-    TargetFacts,
-    WeightEntry,
-    file_facts,
-    write_text_atomically,
-)
-from dflash_runtime.errors import CheckpointError
 
 DEFAULT_CONTEXT_TOKENS = 4096
 DEFAULT_BLOCK_SIZES = (4, 8, 16)
@@ -135,8 +135,9 @@ def _context(config: PreTrainedConfig, wanted: int | None, notes: list[str]) -> 
     return wanted
 
 
-def trace_and_store_target(plan: TargetPlan, root: Path, layer_ids: list[int] | None, progress: Progress
-                           ) -> tuple[TargetFacts, TapFacts, StoredWeights]:
+def trace_and_store_target(
+    plan: TargetPlan, root: Path, layer_ids: list[int] | None, progress: Progress
+) -> tuple[TargetFacts, TapFacts, StoredWeights]:
     """Traces the target, streams its weights and writes `target.onnx`.
 
     Args:
@@ -231,8 +232,9 @@ def config_hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def first_manifest(plan: TargetPlan, root: Path, facts: TargetFacts, taps: TapFacts, stored: StoredWeights,
-                   options: BuildOptions) -> Manifest:
+def first_manifest(
+    plan: TargetPlan, root: Path, facts: TargetFacts, taps: TapFacts, stored: StoredWeights, options: BuildOptions
+) -> Manifest:
     """The manifest of a bundle that holds a target alone; text files are copied here."""
     copy_text_files(plan.checkpoint.folder, root)
     text, notes = read_text_facts(plan.checkpoint.folder, dict(options.template_args))

@@ -27,9 +27,7 @@ CATALOG: dict[str, CatalogEntry] = {
     "qwen2.5-0.5b": CatalogEntry("Qwen/Qwen2.5-0.5B-Instruct", note="nobody has published a DFlash drafter for it"),
     "qwen3-4b": CatalogEntry("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", _NO_THINKING),
     "qwen3-8b": CatalogEntry("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", _NO_THINKING),
-    "llama-3.1-8b": CatalogEntry(
-        "meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"
-    ),
+    "llama-3.1-8b": CatalogEntry("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
     "smollm2-135m": CatalogEntry(
         "HuggingFaceTB/SmolLM2-135M-Instruct", note="nobody has published a DFlash drafter for it"
     ),

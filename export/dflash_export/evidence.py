@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from dflash_runtime.bundle import Manifest
 
 from dflash_export.reference_run import Array, Step, StepOutputs, TargetReference
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
-from dflash_runtime.bundle import Manifest
 
 GREEDY_TOKENS = 24
 _SEED = 20602

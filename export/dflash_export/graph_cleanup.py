@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
-from onnxscript import optimizer
-
 from dflash_runtime.errors import UnsupportedModelError
+from onnxscript import optimizer
 
 
 def clean_graph(model: ir.Model, weight_names: dict[str, str]) -> ir.Model:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-
 from dflash_runtime.bundle import GraphFacts, StateTensor, TensorFacts
 
 ROLLBACK_BY_LENGTH = "length"
 _SPELLING = {
-    ir.DataType.FLOAT: "F32", ir.DataType.FLOAT16: "F16", ir.DataType.BFLOAT16: "BF16", ir.DataType.INT64: "I64",
+    ir.DataType.FLOAT: "F32",
+    ir.DataType.FLOAT16: "F16",
+    ir.DataType.BFLOAT16: "BF16",
+    ir.DataType.INT64: "I64",
 }
 # The symbolic dimensions of the graph contract, by tensor; state tensors are [1, heads, T, D].
 _SYMBOLS: dict[tuple[str, str], list[str | None]] = {
@@ -47,9 +49,12 @@ def finish_interface(model: ir.Model, kind: str, file: str, windows: list[int | 
         symbols = [None, None, "T", None] if name in state_names else _SYMBOLS.get((kind, name))
         if symbols is not None:
             assert value.shape is not None
-            value.shape = ir.Shape([
-                int(value.shape[i]) if symbol is None else symbol for i, symbol in enumerate(symbols)  # type: ignore[arg-type]
-            ])
+            value.shape = ir.Shape(
+                [
+                    int(value.shape[i]) if symbol is None else symbol
+                    for i, symbol in enumerate(symbols)  # type: ignore[arg-type]
+                ]
+            )
     by_name = {v.name: v for v in (*model.graph.inputs, *model.graph.outputs)}
     return GraphFacts(
         file=file,
@@ -58,8 +63,12 @@ def finish_interface(model: ir.Model, kind: str, file: str, windows: list[int | 
         outputs=[_facts(v) for v in model.graph.outputs if v.name not in state_names],
         state=[
             StateTensor(
-                past, present, "kv" if windows[k // 2] is None else "windowed_kv", _facts(by_name[past]).shape,
-                windows[k // 2], ROLLBACK_BY_LENGTH,
+                past,
+                present,
+                "kv" if windows[k // 2] is None else "windowed_kv",
+                _facts(by_name[past]).shape,
+                windows[k // 2],
+                ROLLBACK_BY_LENGTH,
             )
             for k, (past, present) in enumerate(pairs)
         ],

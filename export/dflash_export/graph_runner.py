@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-
 from dflash_runtime.bundle import GraphFacts
 
 Array = npt.NDArray[Any]
@@ -18,8 +17,9 @@ Array = npt.NDArray[Any]
 class GraphRunner:
     """One graph with its state, called with arrays by name."""
 
-    def __init__(self, model: bytes, root: Path, facts: GraphFacts, capacity: int,
-                 weights: Mapping[str, Array] | None = None) -> None:
+    def __init__(
+        self, model: bytes, root: Path, facts: GraphFacts, capacity: int, weights: Mapping[str, Array] | None = None
+    ) -> None:
         """Opens a session.
 
         Args:

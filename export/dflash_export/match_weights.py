@@ -5,18 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from dflash_runtime.errors import CheckpointError
 from torch import nn
 from transformers import PreTrainedConfig
 
 from dflash_export.tensor_files import TensorPlace
-from dflash_runtime.errors import CheckpointError
 
 # Tables that older checkpoints carry and the model computes itself.
 _RECOMPUTED = re.compile(r"(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(masked_)?bias|attention\.bias)$")
 
 
-def match_weights(model_class: type[nn.Module], names: Iterable[str], tied: dict[str, str],
-                  shapes: dict[str, tuple[int, ...]], places: dict[str, TensorPlace]) -> dict[str, TensorPlace]:
+def match_weights(
+    model_class: type[nn.Module],
+    names: Iterable[str],
+    tied: dict[str, str],
+    shapes: dict[str, tuple[int, ...]],
+    places: dict[str, TensorPlace],
+) -> dict[str, TensorPlace]:
     """Maps each parameter to its tensor in the checkpoint.
 
     A checkpoint saved from the bare model lacks the model prefix; both spellings are accepted. A tied weight may

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+from dflash_runtime.bundle import CheckRow, GraphFacts, Manifest
+from dflash_runtime.errors import ParityError
 
 from dflash_export.evidence import TargetEvidence
 from dflash_export.graph_runner import Array, GraphRunner
 from dflash_export.reference_run import StepOutputs
 from dflash_export.weight_values import weights_as_float32
-from dflash_runtime.bundle import CheckRow, GraphFacts, Manifest
-from dflash_runtime.errors import ParityError
 
 EXACT_TOLERANCE = 1e-4
 """fp32 graph against fp32 PyTorch: measured 2e-5 on SmolLM2-135M; a planted fault gives 1e-2 and more."""
@@ -101,8 +101,15 @@ def check_target(root: Path, manifest: Manifest, evidence: TargetEvidence, passe
     return rows
 
 
-def _check_rounded(root: Path, manifest: Manifest, facts: GraphFacts, evidence: TargetEvidence,
-                   passes: PrecisionPasses, capacity: int, covered: str) -> list[CheckRow]:
+def _check_rounded(
+    root: Path,
+    manifest: Manifest,
+    facts: GraphFacts,
+    evidence: TargetEvidence,
+    passes: PrecisionPasses,
+    capacity: int,
+    covered: str,
+) -> list[CheckRow]:
     """The dtype plan: the graph in its own precision is as near to fp32 as PyTorch in that precision is."""
     assert evidence.rounded is not None
     model = passes.emulate_half(ir.load(root / facts.file))
@@ -116,8 +123,9 @@ def _check_rounded(root: Path, manifest: Manifest, facts: GraphFacts, evidence: 
     return worst.rows("precision", tolerances, f"{manifest.precision}, {covered}")
 
 
-def _pairs(manifest: Manifest, evidence: TargetEvidence, one: StepOutputs, two: StepOutputs
-           ) -> list[tuple[str, Array, Array]]:
+def _pairs(
+    manifest: Manifest, evidence: TargetEvidence, one: StepOutputs, two: StepOutputs
+) -> list[tuple[str, Array, Array]]:
     ids = manifest.taps.layer_ids
     pairs = [("logits", one.logits, two.logits), ("taps", evidence.taps(one, ids), evidence.taps(two, ids))]
     for i, (key, value) in enumerate(zip(one.keys, one.values, strict=True)):
@@ -125,8 +133,9 @@ def _pairs(manifest: Manifest, evidence: TargetEvidence, one: StepOutputs, two: 
     return pairs
 
 
-def compare_target(runner: GraphRunner, manifest: Manifest, evidence: TargetEvidence, expected: list[StepOutputs],
-                   tokens: bool = True) -> Worst:
+def compare_target(
+    runner: GraphRunner, manifest: Manifest, evidence: TargetEvidence, expected: list[StepOutputs], tokens: bool = True
+) -> Worst:
     """Worst deviation of each kind of output over all calls."""
     worst = Worst()
     runner.reset()
@@ -160,7 +169,11 @@ def _check_greedy(runner: GraphRunner, evidence: TargetEvidence) -> CheckRow:
         differing += sum(a != b for a, b in zip(found, expected, strict=True))
     count = sum(len(c) for c in evidence.continuations)
     return CheckRow(
-        "portable", "greedy tokens", float(differing), 0.0, differing == 0,
+        "portable",
+        "greedy tokens",
+        float(differing),
+        0.0,
+        differing == 0,
         f"{count} tokens after {len(evidence.prompts)} prompts",
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from dflash_runtime.errors import DFlashError, UnsupportedModelError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
@@ -19,7 +20,6 @@ from dflash_export.graph_cleanup import clean_graph
 from dflash_export.hollow_model import decoder_layers, make_hollow_model
 from dflash_export.rope_limits import freeze_rope
 from dflash_export.trace_hooks import ONNX_OPSET, LayerState, RowsCache, TraceState, tracing
-from dflash_runtime.errors import DFlashError, UnsupportedModelError
 
 EXAMPLE_TOKENS = 5
 EXAMPLE_CAPACITY = 64

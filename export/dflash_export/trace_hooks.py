@@ -13,20 +13,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from dflash_runtime.errors import UnsupportedModelError
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
-
-from dflash_runtime.errors import UnsupportedModelError
 
 # The name must not contain "flash": Transformers would look for a flash-attention kernel behind it.
 ATTENTION_NAME = "bundle_trace"
 ONNX_OPSET = 24
 
 _IGNORED_ATTENTION_ARGUMENTS = frozenset(
-    "position_ids use_cache cache cache_position past_key_values output_attentions output_hidden_states "
-    "output_router_logits num_items_in_batch training layer_idx is_decoder position_embeddings "
-    "rotary_pos_emb target_dtype logits_to_keep enable_gqa head_mask window_size deterministic".split()
+    ["position_ids", "use_cache", "cache", "cache_position", "past_key_values", "output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch", "training", "layer_idx", "is_decoder", "position_embeddings", "rotary_pos_emb", "target_dtype", "logits_to_keep", "enable_gqa", "head_mask", "window_size", "deterministic"]
 )
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import onnx_ir as ir
 import torch
-
-from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
 from dflash_runtime.bundle import FileFacts, WeightEntry
 from dflash_runtime.errors import CheckpointError, OutputError
+
+from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PRECISIONS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -34,8 +34,9 @@ class StoredWeights:
     facts: FileFacts
 
 
-def store_weights(root: Path, file_name: str, places: dict[str, TensorPlace], dtype: str, progress: Progress
-                  ) -> StoredWeights:
+def store_weights(
+    root: Path, file_name: str, places: dict[str, TensorPlace], dtype: str, progress: Progress
+) -> StoredWeights:
     """Writes tensors into one safetensors file, converting on the way where the dtype differs.
 
     At most one 4 MiB piece is in memory. Identical dtypes are copied byte for byte.
@@ -121,6 +122,11 @@ def attach_weights(model: ir.Model, entries: dict[str, WeightEntry], root: Path)
                 f"{name} is {entry.dtype} {entry.shape} in the checkpoint and {value.dtype} {shape} in the model."
             )
         value.const_value = ir.ExternalTensor(
-            entry.file, entry.offset_bytes, entry.length_bytes, _IR_DTYPES[entry.dtype],
-            shape=ir.Shape(entry.shape), name=name, base_dir=root,
+            entry.file,
+            entry.offset_bytes,
+            entry.length_bytes,
+            _IR_DTYPES[entry.dtype],
+            shape=ir.Shape(entry.shape),
+            name=name,
+            base_dir=root,
         )

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import torch
+from dflash_runtime.bundle import Manifest, WeightEntry
 
 from dflash_export.weight_store import TORCH_DTYPES
-from dflash_runtime.bundle import Manifest, WeightEntry
 
 
 def weights_as_float32(root: Path, manifest: Manifest, model: ir.Model) -> dict[str, npt.NDArray[Any]]:
@@ -22,6 +22,7 @@ def weights_as_float32(root: Path, manifest: Manifest, model: ir.Model) -> dict[
 
 def read_weight(root: Path, entry: WeightEntry) -> torch.Tensor:
     """One weight in its stored dtype, mapped from the file."""
-    data = np.memmap(root / entry.file, dtype=np.uint8, mode="c", offset=entry.offset_bytes,
-                     shape=(entry.length_bytes,))
+    data = np.memmap(
+        root / entry.file, dtype=np.uint8, mode="c", offset=entry.offset_bytes, shape=(entry.length_bytes,)
+    )
     return torch.from_numpy(data).view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
