@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import click
+
 from dflash_runtime.errors import DFlashError
 
 EXIT_REFUSED = 1
@@ -36,5 +39,27 @@ class DFlashCommand(click.Command):
 
 
 def one_line(text: str) -> str:
-    """The text on one line; a terminal shows it whole either way."""
+    """The text with every run of white space, line breaks included, as one space."""
     return " ".join(text.split())
+
+
+@contextlib.contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Around heavy imports: a package that is not installed is named with the command that installs it.
+
+    Args:
+        extra: The extra of this distribution that brings the package.
+
+    Raises:
+        DFlashError: a third-party package is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if not name or name.startswith("dflash_"):
+            raise  # a fault in this program, not in the installation
+        raise DFlashError(
+            f"This command needs the package {name}, which is not installed. "
+            f"Install it with: pip install 'dflash-export[{extra}]'"
+        ) from error

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from dflash_runtime.errors import CheckpointError
 
 CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of a special token

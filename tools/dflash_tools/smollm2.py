@@ -17,9 +17,9 @@ import zipfile
 from pathlib import Path
 
 import click
+
 from dflash_runtime.bundle import sha256_of
 from dflash_runtime.errors import CheckpointError
-
 from dflash_tools.error_lines import DFlashCommand
 from dflash_tools.gguf_checkpoint import convert_llama_gguf
 

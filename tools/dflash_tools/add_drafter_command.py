@@ -1,0 +1,30 @@
+"""`dflash-export add-drafter`: gives a bundle that has only a target its drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dflash_tools.build_command import lower_for
+from dflash_tools.build_report import print_report
+from dflash_tools.error_lines import DFlashCommand, needs_extra
+from dflash_tools.progress import ProgressLine
+
+
+@click.command("add-drafter", cls=DFlashCommand, short_help="Give a bundle its drafter.")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("drafter")
+@click.option("--backend", type=click.Choice(["ort-cpu", "none"]), default="ort-cpu", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+def command(bundle: Path, drafter: str, backend: str, as_json: bool) -> None:
+    """Adds DRAFTER (catalog name, Hugging Face id, or folder) to BUNDLE without tracing the target again.
+
+    Where the drafter wants other layers than the bundle taps, the target's graph is edited.
+    """
+    with needs_extra("export"):
+        from dflash_export.add_drafter import add_drafter
+    with ProgressLine() as progress:
+        report = add_drafter(bundle, drafter, progress=progress)
+        lower_for(backend, report.path)
+    print_report(report, as_json=as_json)

@@ -1,0 +1,97 @@
+"""`dflash-export build`: checkpoints to a checked bundle with engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dflash_tools.build_report import print_report
+from dflash_tools.error_lines import DFlashCommand, needs_extra
+from dflash_tools.option_values import read_template_args
+from dflash_tools.progress import ProgressLine
+
+
+@click.command("build", cls=DFlashCommand, short_help="Export checkpoints into a checked bundle.")
+@click.option("--target", required=True, help="Catalog name, Hugging Face id (a revision after @), or folder.")
+@click.option("--drafter", help="The same for the drafter. [default: the catalog's; without one, the target alone]")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to make. [default: ./NAME-dflash]")
+@click.option(
+    "--precision", type=click.Choice(["fp32", "fp16", "bf16"]), help="Of the weights. [default: the checkpoint's own]"
+)
+@click.option(
+    "--block-size",
+    "block_sizes",
+    type=int,
+    multiple=True,
+    metavar="N",
+    help="Block size to make engines for, anchor included; repeatable. [default: the drafter's own and smaller ones]",
+)
+@click.option(
+    "--max-context", type=int, metavar="N", help="Most tokens a request may hold. [default: 4096, or the model's limit]"
+)
+@click.option(
+    "--template-arg",
+    "template_args",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Argument the chat template gets by default; repeatable. [default: what the drafter was trained with]",
+)
+@click.option("--backend", type=click.Choice(["ort-cpu", "none"]), default="ort-cpu", show_default=True)
+@click.option(
+    "--gate",
+    type=click.Choice(["auto", "full", "layers"]),
+    default="auto",
+    show_default=True,
+    help="Compare the whole model with PyTorch, or layer by layer; auto decides by the memory at hand.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+def command(
+    target: str,
+    drafter: str | None,
+    out: Path | None,
+    precision: str | None,
+    block_sizes: tuple[int, ...],
+    max_context: int | None,
+    template_args: tuple[str, ...],
+    backend: str,
+    gate: str,
+    as_json: bool,
+) -> None:
+    """Exports TARGET, and DRAFTER where there is one, into a bundle, and checks every step against PyTorch.
+
+    The bundle appears when everything is checked, or not at all. An existing folder is never overwritten.
+    """
+    arguments = read_template_args(template_args)
+    with needs_extra("export"):
+        from dflash_export.build import BuildOptions, build_bundle
+    options = BuildOptions(
+        target=target,
+        drafter=drafter,
+        out=out or default_folder(target),
+        precision=precision,
+        block_sizes=block_sizes,
+        max_context_tokens=max_context,
+        template_args=arguments,
+        gate=gate,
+    )
+    with ProgressLine() as progress:
+        report = build_bundle(options, progress=progress)
+        lower_for(backend, report.path)
+    print_report(report, as_json=as_json)
+
+
+def default_folder(target: str) -> Path:
+    """`NAME-dflash` in the working directory, NAME being the last part of what the user called the target."""
+    name = target.partition("@")[0]
+    path = Path(name)
+    return Path(f"{path.resolve().name if path.is_dir() else path.name}-dflash")
+
+
+def lower_for(backend: str, bundle: Path) -> None:
+    """Writes the lowered graphs of a backend; `none` leaves the portable graphs alone."""
+    if backend == "none":
+        return
+    from dflash_engines.ort_cpu import lower_bundle
+
+    lower_bundle(bundle)

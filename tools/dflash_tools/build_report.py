@@ -1,0 +1,72 @@
+"""What `build` and `add-drafter` print at their end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+
+from dflash_runtime.bundle import Bundle
+from dflash_tools.bundle_summary import check_table, engine_names, summary_lines, total_bytes
+from dflash_tools.peak_memory import own_peak_bytes
+from dflash_tools.sizes import bytes_text
+
+
+class Report(Protocol):
+    """What the exporter tells about its work."""
+
+    @property
+    def path(self) -> Path:
+        """The bundle."""
+
+    @property
+    def seconds(self) -> float:
+        """Time the work took."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know without having asked."""
+
+
+def print_report(report: Report, *, as_json: bool) -> None:
+    """Prints what was made, what it cost and how it was checked.
+
+    Args:
+        report: Of the exporter.
+        as_json: One JSON object instead of text.
+    """
+    bundle = Bundle.open(report.path, check_files=False)
+    peak = own_peak_bytes()
+    if as_json:
+        click.echo(json.dumps(_facts(report, bundle, peak), ensure_ascii=False))
+        return
+    for line in summary_lines(bundle):
+        click.echo(line)
+    click.echo(f"{'cost':<12}{report.seconds:.1f} s, peak memory {bytes_text(peak)} (mapped files included)")
+    for note in report.notes:
+        click.echo(f"{'note':<12}{note}")
+    click.echo("\nchecks")
+    for line in check_table(bundle.manifest.checks):
+        click.echo(f"  {line}")
+    click.echo(f'\nRun it: dflash-export run {bundle.path} "Why is the sky blue?"')
+
+
+def _facts(report: Report, bundle: Bundle, peak: int) -> dict[str, Any]:
+    manifest = bundle.manifest
+    return {
+        "path": str(bundle.path),
+        "total_bytes": total_bytes(bundle),
+        "precision": manifest.precision,
+        "max_context_tokens": manifest.max_context_tokens,
+        "block_sizes": manifest.block_sizes,
+        "tap_layer_ids": manifest.taps.layer_ids,
+        "has_drafter": manifest.drafter is not None,
+        "engines": engine_names(bundle),
+        "seconds": report.seconds,
+        "peak_memory_bytes": peak,
+        "notes": report.notes,
+        "checks": [dataclasses.asdict(row) for row in manifest.checks],
+    }

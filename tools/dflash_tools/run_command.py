@@ -1,0 +1,114 @@
+"""`dflash-export run`: a bundle and a prompt to text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from dflash_runtime.engine_record import open_engine
+from dflash_runtime.generation import GenerationConfig, GenerationResult
+from dflash_runtime.session import Prompt, Session
+from dflash_tools.error_lines import DFlashCommand
+from dflash_tools.option_values import read_template_args, read_token_ids
+
+
+@click.command("run", cls=DFlashCommand, short_help="Answer a prompt.")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("prompt", required=False)
+@click.option("--max-new-tokens", type=int, default=128, show_default=True, metavar="N", help="Longest answer.")
+@click.option(
+    "--block-size", type=int, metavar="N", help="Tokens in a block, anchor included. [default: the drafter's own]"
+)
+@click.option("--plain", is_flag=True, help="Decode without the drafter, one token a step, on the same engine.")
+@click.option("--raw", is_flag=True, help="Give the prompt to the model as it is, without the chat template.")
+@click.option(
+    "--template-arg",
+    "template_args",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Argument for the chat template, over the bundle's own; repeatable.",
+)
+@click.option("--ids", is_flag=True, help="PROMPT is token ids, and so is the output.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
+@click.option("--backend", default="ort-cpu", show_default=True, help="What executes the graphs.")
+@click.option("--threads", type=int, metavar="N", help="CPU threads. [default: the backend chooses]")
+def command(
+    bundle: Path,
+    prompt: str | None,
+    max_new_tokens: int,
+    block_size: int | None,
+    plain: bool,
+    raw: bool,
+    template_args: tuple[str, ...],
+    ids: bool,
+    as_json: bool,
+    backend: str,
+    threads: int | None,
+) -> None:
+    """Answers PROMPT with BUNDLE. A PROMPT of -, or none while something is piped in, is read from standard input.
+
+    The text streams to standard output. Speed and acceptance follow on standard error, on a terminal only.
+    """
+    if prompt is None and sys.stdin.isatty():
+        raise click.UsageError("Give a PROMPT, or - to read it from standard input.")
+    text = sys.stdin.read() if prompt in (None, "-") else str(prompt)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        block_size=block_size,
+        plain=plain,
+        raw=raw,
+        template_args=read_template_args(template_args) or None,
+    )
+    question: Prompt = read_token_ids(text) if ids else text
+    with Session.open(bundle, backend=backend, threads=threads) as session:
+        _tell_settings(session, backend, config, uses_template=not (ids or raw))
+        result = _answer(session, question, config, as_text=not (ids or as_json))
+    if as_json:
+        click.echo(json.dumps(result.to_json(), ensure_ascii=False))
+    elif ids:
+        click.echo(" ".join(str(token) for token in result.token_ids))
+    _tell(statistics_line(result))
+
+
+def _answer(session: Session, prompt: Prompt, config: GenerationConfig, *, as_text: bool) -> GenerationResult:
+    pieces = session.stream(prompt, config)
+    for piece in pieces:
+        if as_text:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    if as_text:
+        sys.stdout.write("\n")
+    return pieces.result
+
+
+def _tell_settings(session: Session, backend: str, config: GenerationConfig, *, uses_template: bool) -> None:
+    """Says on a terminal what happens without having been asked for."""
+    if not sys.stderr.isatty():
+        return
+    manifest = session.bundle.manifest
+    if open_engine(session.bundle, backend).upcast:
+        _tell(f"The bundle's {manifest.precision} weights run as fp32: ONNX Runtime's CPU has no half MatMul.")
+    arguments = {**manifest.text.template_args, **(config.template_args or {})}
+    if uses_template and manifest.text.has_chat_template and arguments:
+        shown = ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items())
+        _tell(f"Chat template arguments: {shown} (change them with --template-arg).")
+
+
+def statistics_line(result: GenerationResult) -> str:
+    """What a request cost, in one line."""
+    parts = [f"{len(result.token_ids)} tokens ({result.finish_reason})", f"{result.tokens_per_s:.1f} tokens/s"]
+    parts.append(f"first token after {result.time_to_first_token_ms:.0f} ms")
+    if result.num_drafts:
+        parts.append(f"{result.mean_acceptance_length:.2f} tokens a round in {result.num_drafts} rounds")
+        parts.append(f"block size {result.block_size}")
+    else:
+        parts.append("plain decoding")
+    return f"[{', '.join(parts)}, {result.backend}]"
+
+
+def _tell(line: str) -> None:
+    if sys.stderr.isatty():
+        click.echo(line, err=True)
