@@ -1,0 +1,1 @@
+"""Lies here so that every test folder can import `tiny_models`."""
