@@ -49,12 +49,8 @@ def finish_interface(model: ir.Model, kind: str, file: str, windows: list[int | 
         symbols = [None, None, "T", None] if name in state_names else _SYMBOLS.get((kind, name))
         if symbols is not None:
             assert value.shape is not None
-            value.shape = ir.Shape(
-                [
-                    int(value.shape[i]) if symbol is None else symbol
-                    for i, symbol in enumerate(symbols)  # type: ignore[arg-type]
-                ]
-            )
+            dims = [d if isinstance(d, int) else str(d.value) for d in value.shape]
+            value.shape = ir.Shape([dims[i] if symbol is None else symbol for i, symbol in enumerate(symbols)])
     by_name = {v.name: v for v in (*model.graph.inputs, *model.graph.outputs)}
     return GraphFacts(
         file=file,

@@ -34,8 +34,8 @@ class GraphRunner:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
         self._bound = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in (weights or {}).items()}
-        for name, value in self._bound.items():
-            options.add_initializer(name, value)
+        if self._bound:
+            options.add_external_initializers(list(self._bound), list(self._bound.values()))
         self.session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         self.facts = facts
         self.state: dict[str, Array] = {}

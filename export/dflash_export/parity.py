@@ -158,7 +158,8 @@ def _check_greedy(runner: GraphRunner, evidence: TargetEvidence) -> CheckRow:
     differing = 0
     for prompt, expected in zip(evidence.prompts, evidence.continuations, strict=True):
         runner.reset()
-        ids, position, found = list(prompt), 0, []
+        ids, position = list(prompt), 0
+        found: list[int] = []
         while len(found) < len(expected):
             outputs = runner.run(
                 input_ids=np.array([ids]), position=np.array([position]), logit_rows=np.array([len(ids) - 1])

@@ -48,10 +48,10 @@ class StepOutputs:
 class TargetReference:
     """A target in PyTorch, step by step."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.layers = decoder_layers(model, int(model.config.get_text_config().num_hidden_layers))
-        self.cache = DynamicCache()
+        self.cache: Any = DynamicCache()
         names = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
 
@@ -71,8 +71,13 @@ class TargetReference:
         self.cache = DynamicCache()
 
     @torch.no_grad()
-    def run(self, step: Step) -> StepOutputs:
-        """Runs one call, after cutting the cache to the step's position."""
+    def run(self, step: Step, residual: Tensor | None = None) -> StepOutputs:
+        """Runs one call, after cutting the cache to the step's position.
+
+        Args:
+            step: Position and token ids.
+            residual: Residual stream [1, S, H] to use in place of the embedded tokens.
+        """
         surplus = int(self.cache.get_seq_length()) - step.position
         if surplus > 0:
             self.cache.crop(-surplus)
@@ -82,11 +87,11 @@ class TargetReference:
             hidden.append(output[0] if isinstance(output, tuple) else output)
 
         hooks = [layer.register_forward_hook(after) for layer in self.layers]
-        ids = torch.tensor([step.ids])
+        tokens = {"input_ids": torch.tensor([step.ids])} if residual is None else {"inputs_embeds": residual}
         positions = torch.arange(step.position, step.position + len(step.ids))[None, :]
         try:
             output = self.model(
-                input_ids=ids, position_ids=positions, use_cache=True, **{self._cache_argument: self.cache}
+                position_ids=positions, use_cache=True, **tokens, **{self._cache_argument: self.cache}
             )
         finally:
             for hook in hooks:
@@ -94,8 +99,8 @@ class TargetReference:
         return StepOutputs(
             logits=_numpy(output.logits[0]),
             hidden=np.stack([_numpy(h[0]) for h in hidden]),
-            keys=[_numpy(layer.keys[0]) for layer in self.cache.layers],
-            values=[_numpy(layer.values[0]) for layer in self.cache.layers],
+            keys=[_numpy(layer.keys[0]) for layer in self.cache.layers if layer.is_initialized],
+            values=[_numpy(layer.values[0]) for layer in self.cache.layers if layer.is_initialized],
         )
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:

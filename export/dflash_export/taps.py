@@ -39,7 +39,8 @@ def select_taps(model: ir.Model, layer_ids: list[int], hidden_size: int) -> None
     chosen = [values[f"{_HIDDEN_PREFIX}{i + 1}"] for i in layer_ids]
     node = ir.node("Concat", chosen, attributes={"axis": -1}, name="taps")
     taps = node.outputs[0]
-    taps.name, taps.dtype = "taps", chosen[0].dtype
+    taps.name = "taps"
+    taps.type = chosen[0].type
     taps.shape = ir.Shape([1, "S", len(layer_ids) * hidden_size])
     graph.append(node)
     graph.outputs.extend([*kept[:at], taps, *kept[at:]])

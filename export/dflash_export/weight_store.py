@@ -116,7 +116,7 @@ def attach_weights(model: ir.Model, entries: dict[str, WeightEntry], root: Path)
         entry = entries.get(name)
         if entry is None:
             raise CheckpointError(f"the graph uses {name}, which the checkpoint does not hold.")
-        shape = [int(d) for d in value.shape or ()]
+        shape = [d if isinstance(d, int) else -1 for d in value.shape or ()]
         if shape != entry.shape or value.dtype != _IR_DTYPES[entry.dtype]:
             raise CheckpointError(
                 f"{name} is {entry.dtype} {entry.shape} in the checkpoint and {value.dtype} {shape} in the model."

@@ -1,0 +1,180 @@
+"""Parts of a target in PyTorch, read from the checkpoint one at a time, so that no model is too large to check.
+
+The module is Transformers' own. Layers that are not under test let the residual stream pass, the embedding holds
+only the rows asked for, and the output head is read in slices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import DynamicCache
+
+from dflash_export.hollow_model import decoder_layers
+from dflash_export.reference_run import Array, Step, StepOutputs, TargetReference, quiet_transformers
+from dflash_export.rope_limits import freeze_rope
+from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
+from dflash_export.weight_store import TORCH_DTYPES
+
+
+class _Passthrough(nn.Module):
+    """Stands in for a layer: same attributes, but the residual stream passes unchanged."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+        self._gives_tuple = "tuple" in str(inspect.signature(layer.forward).return_annotation).lower()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states,) if self._gives_tuple else hidden_states
+
+
+class _OneLayerCache(DynamicCache):  # type: ignore[misc]
+    """A cache in which only one layer has rows, and every length is that layer's."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(super().get_seq_length(self.index))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.layers[self.index].crop(tokens_to_remove)
+
+
+class LayerReference:
+    """A target of which only the part under test has weights."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        places: dict[str, TensorPlace],
+        stored_dtype: str,
+        run_dtype: torch.dtype,
+        table_names: tuple[str, str],
+    ) -> None:
+        """Makes the hollow module and fills what is small: everything but layers, embedding and head.
+
+        Args:
+            config: The target's config.
+            places: State-dict name -> tensor in the checkpoint.
+            stored_dtype: Dtype the bundle rounds weights to (F32, F16, BF16).
+            run_dtype: Dtype the reference computes in.
+            table_names: State-dict names of embedding and head.
+        """
+        config = type(config).from_dict(config.to_dict())
+        with quiet_transformers(), init_empty_weights(include_buffers=False):
+            self.model: Any = AutoModelForCausalLM.from_config(config, dtype=run_dtype, attn_implementation="eager")
+        self.model.eval()
+        freeze_rope(self.model)
+        self.num_layers = int(config.get_text_config().num_hidden_layers)
+        self.places, self.stored_dtype, self.run_dtype = places, stored_dtype, run_dtype
+        self.embedding_name, self.head_name = table_names
+        self.layers = decoder_layers(self.model, self.num_layers)
+        self._originals = list(self.layers)
+        self._names = {id(module): name for name, module in self.model.named_modules()}
+        in_layers = {id(p) for layer in self._originals for p in layer.parameters()}
+        tables = {id(self._table().weight), id(self._head().weight)}
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in in_layers | tables:
+                    module._parameters[name] = self._read(f"{self._names[id(module)]}.{name}")
+        for i in range(self.num_layers):
+            self.layers[i] = _Passthrough(self._originals[i])
+
+    def _table(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    def _head(self) -> Any:
+        return self.model.get_output_embeddings()
+
+    def _read(self, name: str, rows: slice | None = None) -> nn.Parameter:
+        return nn.Parameter(self.rows(name, rows), requires_grad=False)
+
+    def rows(self, name: str, rows: slice | None = None) -> Tensor:
+        """A weight, or some of its rows, rounded as the bundle rounds it, in the dtype of the run."""
+        place = self.places[name]
+        start, stop, _ = (rows or slice(None)).indices(place.shape[0])
+        row_bytes = math.prod(place.shape[1:]) * ITEM_BYTES[place.dtype]
+        part = TensorPlace(
+            place.file, place.offset_bytes + start * row_bytes, (stop - start) * row_bytes, place.dtype,
+            (stop - start, *place.shape[1:]),
+        )
+        data = bytearray().join(part.chunks())
+        tensor = torch.frombuffer(data, dtype=TORCH_DTYPES[place.dtype]).view(part.shape)
+        return tensor.to(TORCH_DTYPES[self.stored_dtype]).to(self.run_dtype)
+
+    def _set_tables(self, table: Tensor, head: Tensor) -> None:
+        self._table().weight = nn.Parameter(table, requires_grad=False)
+        self._head().weight = nn.Parameter(head, requires_grad=False)
+
+    def run_layer(
+        self, index: int, steps: list[Step], inputs: list[Tensor]
+    ) -> tuple[list[Array], list[StepOutputs]]:
+        """Runs one layer over calls with given residual streams, its cache cut to each call's position.
+
+        Args:
+            index: Layer number.
+            steps: The calls; only their positions and lengths are used.
+            inputs: Per call the residual stream [1, S, H].
+
+        Returns:
+            Per call what entered the layer [1, S, H], and its raw output in `hidden[0]`, keys and values.
+        """
+        layer = self._originals[index]
+        prefix = self._names[id(layer)]
+        for name, module in layer.named_modules():
+            for part in module._parameters:
+                if module._parameters[part] is not None:
+                    full = ".".join(p for p in (prefix, name, part) if p)
+                    module._parameters[part] = self._read(full)
+        self.layers[index] = layer
+        small = torch.zeros(1, inputs[0].shape[-1], dtype=self.run_dtype)
+        self._set_tables(small, small)
+        entered: list[Array] = []
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            entered.append((args[0] if args else kwargs["hidden_states"]).float().numpy().copy())
+
+        hook = layer.register_forward_pre_hook(before, with_kwargs=True)
+        reference = TargetReference(self.model)
+        reference.cache = _OneLayerCache(index)
+        outputs = [reference.run(step, residual) for step, residual in zip(steps, inputs, strict=True)]
+        outputs = [dataclasses.replace(out, hidden=out.hidden[index : index + 1]) for out in outputs]
+        hook.remove()
+        self.layers[index] = _Passthrough(layer)
+        layer.to("meta")
+        return entered, outputs
+
+    @torch.no_grad()
+    def embed(self, token_ids: list[int]) -> Tensor:
+        """The residual stream [1, n, H] that enters layer 0 for the given tokens, read row by row."""
+        table = torch.cat([self.rows(self.embedding_name, slice(i, i + 1)) for i in token_ids])
+        self._set_tables(table, table[:1])
+        outputs = TargetReference(self.model).run(Step(0, list(range(len(token_ids)))))
+        return torch.from_numpy(outputs.hidden[0])[None]
+
+    @torch.no_grad()
+    def head(self, residual: Tensor, rows: slice) -> Tensor:
+        """Logits [n, rows] of a residual stream [1, n, H] for one slice of the vocabulary."""
+        weight = self.rows(self.head_name, rows)
+        self._set_tables(weight[:1], weight)
+        outputs = TargetReference(self.model).run(Step(0, [0] * residual.shape[1]), residual)
+        return torch.from_numpy(outputs.logits)
