@@ -1,0 +1,117 @@
+"""tools -> {export, engines} -> runtime, and heavy packages only behind the door they belong to."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAYERS = {
+    "dflash_runtime": ROOT / "runtime",
+    "dflash_engines": ROOT / "engines",
+    "dflash_export": ROOT / "export",
+    "dflash_tools": ROOT / "tools",
+}
+FORBIDDEN = {
+    "dflash_runtime": {
+        "dflash_engines", "dflash_export", "dflash_tools",
+        "torch", "transformers", "onnx", "onnx_ir", "onnxscript", "huggingface_hub", "safetensors",
+    },
+    "dflash_engines": {"dflash_export", "dflash_tools", "torch", "transformers", "huggingface_hub", "onnxscript"},
+    "dflash_export": {"dflash_engines", "dflash_tools"},
+    "dflash_tools": {"onnx_ir"},
+}  # fmt: skip
+HEAVY = ["torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "huggingface_hub", "safetensors"]
+
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Block())
+"""
+
+
+def modules(package: str) -> list[str]:
+    folder = LAYERS[package] / package
+    names = []
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return names
+
+
+def run_without(blocked: list[str], code: str) -> subprocess.CompletedProcess[str]:
+    source = BLOCK.format(blocked=set(blocked)) + code
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_no_module_imports_against_an_arrow(package: str) -> None:
+    against = []
+    for path in sorted((LAYERS[package] / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}:{node.lineno} imports relatively"
+                names = [node.module or ""]
+            tops = {name.partition(".")[0] for name in names}
+            against += [f"{path.name}:{node.lineno} {name}" for name in tops & FORBIDDEN[package]]
+    assert against == []
+
+
+def test_every_runtime_and_tools_module_imports_with_the_base_install() -> None:
+    # The backend file imports its one library at the top; it is opened by name.
+    backends = {"dflash_runtime.ort_cpu"}
+    names = [name for name in modules("dflash_runtime") + modules("dflash_tools") if name not in backends]
+    done = run_without(HEAVY, f"import importlib\nfor name in {names!r}:\n    importlib.import_module(name)\n")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_ort_backend_imports_without_torch() -> None:
+    done = run_without([name for name in HEAVY if name != "onnxruntime"], "import dflash_runtime.ort_cpu")
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_engines_module_imports_where_torch_is_absent() -> None:
+    names = modules("dflash_engines")
+    blocked = ["torch", "transformers", "huggingface_hub", "onnxscript", "dflash_export", "dflash_tools"]
+    done = run_without(blocked, f"import importlib\nfor name in {names!r}:\n    importlib.import_module(name)\n")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["", "build", "add-drafter", "engines", "run", "inspect"])
+def test_help_works_with_the_base_install(command: str) -> None:
+    arguments = [*([command] if command else []), "--help"]
+    code = f"from dflash_tools.cli import main\nmain({arguments!r}, prog_name='dflash-export')\n"
+    done = run_without(HEAVY, code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Usage: dflash-export")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [(["build", "--target", "x"], "export"), (["add-drafter", "x", "y"], "export")],
+)
+def test_a_missing_package_is_named_with_its_extra(arguments: list[str], extra: str) -> None:
+    done = run_without(HEAVY, f"from dflash_tools.cli import main\nmain({arguments!r})\n")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: ")
+    assert f"dflash-export[{extra}]" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_runtime_imports_quickly() -> None:
+    code = "import time\nstart = time.perf_counter()\nimport dflash_runtime\nprint(time.perf_counter() - start)\n"
+    times = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        times.append(float(done.stdout))
+    assert min(times) < 0.5

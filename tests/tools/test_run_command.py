@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_calls import Invoke, Launch
+
+from dflash_runtime import GenerationConfig, Session
+
+RESULT_KEYS = {
+    "text",
+    "token_ids",
+    "prompt_token_count",
+    "finish_reason",
+    "acceptance_lengths",
+    "num_drafts",
+    "mean_acceptance_length",
+    "tokens_per_s",
+    "time_to_first_token_ms",
+    "backend",
+    "block_size",
+}
+
+
+def answer(bundle: Path, prompt: str, **options: object) -> list[int]:
+    with Session.open(bundle, threads=1) as session:
+        return session.generate(prompt, GenerationConfig(**options)).token_ids  # type: ignore[arg-type]
+
+
+def test_json_has_exactly_the_documented_keys(invoke: Invoke, bundle: Path) -> None:
+    done = invoke("run", bundle, "hello", "--json", "--max-new-tokens", 12)
+    assert done.exit_code == 0
+    data = json.loads(done.stdout)
+    assert set(data) == RESULT_KEYS
+    assert data["token_ids"] == answer(bundle, "hello", max_new_tokens=12)
+    assert data["num_drafts"] == len(data["acceptance_lengths"]) > 0
+    assert data["backend"] == "ort-cpu"
+    assert data["block_size"] == 4
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_plain_says_the_same_without_drafts(invoke: Invoke, bundle: Path) -> None:
+    drafted = json.loads(invoke("run", bundle, "hello", "--json", "--max-new-tokens", 12).stdout)
+    plain = json.loads(invoke("run", bundle, "hello", "--json", "--max-new-tokens", 12, "--plain").stdout)
+    assert plain["token_ids"] == drafted["token_ids"]
+    assert (plain["num_drafts"], plain["acceptance_lengths"], plain["block_size"]) == (0, [], 1)
+
+
+def test_block_size_is_used_and_limited(invoke: Invoke, bundle: Path) -> None:
+    data = json.loads(invoke("run", bundle, "hello", "--json", "--block-size", 8, "--max-new-tokens", 4).stdout)
+    assert data["block_size"] == 8
+    refused = invoke("run", bundle, "hello", "--block-size", 9)
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith("Error: ")
+    assert "9" in refused.stderr
+    assert "8" in refused.stderr
+
+
+def test_text_is_the_answer_and_a_line_end(invoke: Invoke, bundle: Path) -> None:
+    done = invoke("run", bundle, "hello", "--max-new-tokens", 8)
+    data = json.loads(invoke("run", bundle, "hello", "--max-new-tokens", 8, "--json").stdout)
+    assert done.stdout == data["text"] + "\n"
+    assert done.stderr == ""  # statistics are for terminals
+
+
+def test_prompt_from_standard_input(invoke: Invoke, bundle: Path) -> None:
+    expected = invoke("run", bundle, "hello\n", "--max-new-tokens", 8).stdout
+    assert invoke("run", bundle, "-", "--max-new-tokens", 8, stdin="hello\n").stdout == expected
+    assert invoke("run", bundle, "--max-new-tokens", 8, stdin="hello\n").stdout == expected
+
+
+@pytest.mark.parametrize("spelling", ["1,2,3", "1 2 3", "[1, 2, 3]"])
+def test_ids_in_and_out(invoke: Invoke, bundle: Path, spelling: str) -> None:
+    with Session.open(bundle, threads=1) as session:
+        expected = session.generate([1, 2, 3], GenerationConfig(max_new_tokens=6)).token_ids
+    done = invoke("run", bundle, spelling, "--ids", "--max-new-tokens", 6)
+    assert [int(word) for word in done.stdout.split()] == expected
+
+
+def test_ids_that_are_none(invoke: Invoke, bundle: Path) -> None:
+    words = invoke("run", bundle, "one two", "--ids")
+    assert words.exit_code == 2
+    assert "'one' is not a token id" in words.stderr
+    too_large = invoke("run", bundle, "1,264", "--ids")
+    assert too_large.exit_code == 1
+    assert "264" in too_large.stderr
+    assert "263" in too_large.stderr
+
+
+def test_template_arg_must_be_a_pair(invoke: Invoke, bundle: Path) -> None:
+    done = invoke("run", bundle, "hello", "--template-arg", "enable_thinking")
+    assert done.exit_code == 2
+    assert "KEY=VALUE" in done.stderr
+
+
+def test_user_errors_are_one_line(launch: Launch, tmp_path: Path, bundle: Path) -> None:
+    for arguments, words in [
+        (("run", tmp_path / "nothing", "hi"), ["nothing", "bundle.json", "dflash-export build"]),
+        (("run", bundle, "hi", "--backend", "tensorrt"), ["tensorrt", "ort-cpu"]),
+        (("run", bundle, "hi", "--max-new-tokens", 0), ["max_new_tokens", "0"]),
+        (("run", bundle, "", "--raw"), ["prompt"]),
+        (("inspect", tmp_path), [str(tmp_path)]),
+    ]:
+        done = launch(*arguments)
+        assert done.returncode == 1, (arguments, done.stderr)
+        assert done.stdout == ""
+        assert done.stderr.startswith("Error: ")
+        assert len(done.stderr.splitlines()) == 1
+        assert all(word.lower() in done.stderr.lower() for word in words), done.stderr
+
+
+def test_bugs_keep_their_traceback(launch: Launch, bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import dflash_runtime.session as s\n"
+        "def broken(*a, **k): raise RuntimeError('a fault')\n"
+        "s.open_backend = broken\n"
+    )
+    done = launch("run", bundle, "hi", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+    assert "a fault" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_error(bundle: Path) -> None:
+    argv = [sys.executable, "-m", "dflash_tools.cli", "run", str(bundle), "hello", "--max-new-tokens", "60"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 0
+    process.stderr.close()
+
+
+def test_interrupt_ends_with_130(bundle: Path) -> None:
+    argv = [sys.executable, "-m", "dflash_tools.cli", "run", str(bundle), "-"]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdin is not None
+    # waiting for standard input is the one place where the command surely stands still
+    try:
+        process.wait(timeout=4)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
