@@ -12,7 +12,7 @@ import onnxruntime as ort
 from dflash_runtime.bundle import Bundle, GraphFacts, StateTensor
 from dflash_runtime.engine_record import EngineRecord, engine_folder, open_engine
 from dflash_runtime.errors import BackendError, EngineError
-from dflash_runtime.weights import weight_as_float32
+from dflash_runtime.weights import MappedWeights
 
 _PROVIDER = "CPUExecutionProvider"
 _KINDS = ("kv", "windowed_kv")
@@ -45,6 +45,8 @@ class OrtCpuBackend:
             self._drafter_state = _allocate(drafter.context_graph.state, capacity)
             self._context = _Graph(opener, drafter.context_graph, self._drafter_state)
             self._drafter = _Graph(opener, drafter.graph, self._drafter_state)
+        self._weights = opener.weights
+        opener.mapped.drop_pages()  # read once to be packed; only embedding rows are needed from now on
         self._not_finite = False
 
     def reset(self) -> None:
@@ -104,15 +106,13 @@ class _Opener:
         self._bundle = bundle
         self._record = record
         self._threads = threads
-        # ONNX Runtime does not own what is given to it by name, so the widened weights are kept here.
-        self._widened = (
-            {
-                n: ort.OrtValue.ortvalue_from_numpy(weight_as_float32(bundle, n))
-                for n in bundle.manifest.weights
-            }
-            if record.upcast
-            else {}
-        )
+        # What target and drafter share is given to each session by name, and so is what must be widened: the
+        # same memory for all. ONNX Runtime reads the rest itself and lets go of what it has packed.
+        self.mapped = MappedWeights(bundle)
+        names = {bundle.manifest.target.embedding_weight, bundle.manifest.target.head_weight}
+        if record.upcast:
+            names |= {name for name, entry in bundle.manifest.weights.items() if entry.dtype in ("F16", "BF16")}
+        self.weights = {n: ort.OrtValue.ortvalue_from_numpy(self.mapped.float32(n)) for n in names}
 
     def open(self, file: str) -> ort.InferenceSession:
         options = ort.SessionOptions()
@@ -124,7 +124,10 @@ class _Opener:
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(self._bundle.path.resolve())
         )
-        for name, value in self._widened.items():
+        if self._record.upcast:
+            # Packing the matrices for speed would hold a second copy of what is widened already.
+            options.add_session_config_entry("session.disable_prepacking", "1")
+        for name, value in self.weights.items():
             options.add_initializer(name, value)
         path = engine_folder(self._bundle, self._record.backend) / file
         try:

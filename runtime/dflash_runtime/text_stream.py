@@ -55,7 +55,8 @@ class TextStream:
             tail = self._decode(self._window[-keep:])
             head = self._decode(self._window[:-keep])
             whole = tail.strip(_REPLACEMENT) and not head.endswith(_REPLACEMENT)
-            if whole and text.startswith(head) and text.endswith(tail):
+            hopeless = len(self._window) > _LONGEST_WAIT_TOKENS and head + tail == text
+            if hopeless or (whole and text.startswith(head) and text.endswith(tail)):
                 self._shown -= len(text) - len(tail)
                 self._window = self._window[-keep:]
                 return

@@ -1,7 +1,8 @@
-"""Weights read by their entry in the manifest, without copying where the dtype allows it."""
+"""Weights by their name in the manifest, mapped from their files; nothing is copied where it need not be."""
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import numpy as np
@@ -14,29 +15,40 @@ from dflash_runtime.errors import BundleError
 _STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I64": np.int64, "BOOL": np.bool_}
 
 
-def map_weight(bundle: Bundle, name: str) -> npt.NDArray[Any]:
-    """The weight `name` as a read-only view of its file; BF16 comes as its raw uint16 bits.
+class MappedWeights:
+    """The weight files of a bundle in memory: one mapping per file, whoever reads it."""
 
-    Raises:
-        BundleError: no such weight, an unknown dtype, or sizes that contradict each other.
-    """
-    entry = bundle.manifest.weights.get(name)
-    if entry is None:
-        raise BundleError(f"{bundle.path} has no weight {name!r}. Copy or build the bundle again.")
-    if entry.dtype not in _STORED:
-        raise BundleError(f"Weight {name!r} has dtype {entry.dtype}; known are {', '.join(_STORED)}.")
-    dtype = np.dtype(_STORED[entry.dtype])
-    expected = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
-    if entry.length_bytes != expected:
-        raise BundleError(f"Weight {name!r} has {entry.length_bytes} bytes, {entry.shape} needs {expected}.")
-    # bytes first: a weight may start at an offset that is no multiple of its item size
-    raw = np.memmap(bundle.file(entry.file), np.uint8, "r", entry.offset_bytes, (entry.length_bytes,))
-    return raw.view(dtype).reshape(entry.shape)
+    def __init__(self, bundle: Bundle) -> None:
+        self._entries = bundle.manifest.weights
+        self._files: dict[str, mmap.mmap] = {}
+        for name in sorted({entry.file for entry in self._entries.values()}):
+            with bundle.file(name).open("rb") as stream:
+                self._files[name] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
+    def stored(self, name: str) -> npt.NDArray[Any]:
+        """The weight as a read-only view of its file; BF16 comes as its raw uint16 bits.
 
-def weight_as_float32(bundle: Bundle, name: str) -> npt.NDArray[np.float32]:
-    """The weight `name` in float32: exact for every stored dtype."""
-    stored = map_weight(bundle, name)
-    if bundle.manifest.weights[name].dtype == "BF16":
-        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return stored.astype(np.float32)
+        Raises:
+            BundleError: no such weight, an unknown dtype, or sizes that contradict each other.
+        """
+        entry = self._entries.get(name)
+        if entry is None or entry.dtype not in _STORED:
+            what = "is not in the bundle" if entry is None else f"has dtype {entry.dtype}"
+            raise BundleError(f"Weight {name!r} {what}. Copy or build the bundle again.")
+        dtype, count = np.dtype(_STORED[entry.dtype]), int(np.prod(entry.shape, dtype=np.int64))
+        if entry.length_bytes != count * dtype.itemsize:
+            raise BundleError(f"Weight {name!r} has {entry.length_bytes} bytes for {entry.shape} {entry.dtype}.")
+        return np.frombuffer(self._files[entry.file], dtype, count, entry.offset_bytes).reshape(entry.shape)
+
+    def float32(self, name: str) -> npt.NDArray[Any]:
+        """The weight in float32, exactly: a view where it is stored so, else a widened copy."""
+        stored = self.stored(name)
+        if self._entries[name].dtype == "BF16":
+            return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return stored.astype(np.float32, copy=False)
+
+    def drop_pages(self) -> None:
+        """Gives back the memory of what has been read so far; it is read again where it is needed."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for file in self._files.values():
+                file.madvise(mmap.MADV_DONTNEED)

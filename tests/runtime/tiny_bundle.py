@@ -1,7 +1,7 @@
 """Makes a small random bundle by hand, so that the runtime can be tested without the exporter.
 
 The models are toys (a learned position table instead of RoPE, LayerNormalization, ReLU), but graphs, files and
-manifest are those of the contract. The `ort-cpu` engine is the portable graph itself.
+manifest are those of the contract. The `ort-cpu` engine differs from the portable graph in its matrix products.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dflash_runtime.bundle import (
 from dflash_runtime.engine_record import EngineRecord
 
 BOS, EOS, IM_END = 256, 257, 258
+FIRST_LIKELY = ord("a")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +56,17 @@ class Sizes:
     mask_token: int = 263
     stop_token_ids: tuple[int, ...] = (EOS,)
     likely_tokens: int = 0
-    """The head's rows past these are made small, so that a random drafter is accepted now and then."""
+    """Where not 0, only so many tokens from `a` on have a large row in the head: a random drafter then hits
+    now and then."""
     seed: int = 0
 
 
 class _GraphMaker:
     """Collects nodes; every weight is external data of one safetensors file."""
 
-    def __init__(self, sizes: Sizes, weights: dict[str, WeightEntry]) -> None:
+    def __init__(self, sizes: Sizes, weights: dict[str, WeightEntry], lowered: bool) -> None:
         self.sizes = sizes
+        self.lowered = lowered
         self.entries = weights
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
@@ -91,8 +94,11 @@ class _GraphMaker:
         self.initializers[name] = tensor
         return name
 
-    def linear(self, x: str, name: str) -> str:
-        return self.op("MatMul", x, self.op("Transpose", self.weight(name), perm=[1, 0]))
+    def linear(self, x: str, name: str, outputs: list[str] | None = None) -> str:
+        if self.lowered:
+            weight = self.weight(name)
+            return self.op("FusedMatMul", x, weight, outputs=outputs, domain="com.microsoft", transB=1)
+        return self.op("MatMul", x, self.op("Transpose", self.weight(name), perm=[1, 0]), outputs=outputs)
 
     def norm(self, x: str) -> str:
         scale = self.constant(np.ones(self.sizes.hidden), np.float32)
@@ -148,7 +154,10 @@ class _GraphMaker:
         graph = helper.make_graph(
             self.nodes, path.stem, self.inputs, self.outputs, initializer=list(self.initializers.values())
         )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
+        opsets = [helper.make_opsetid("", 24)]
+        if self.lowered:
+            opsets.append(helper.make_opsetid("com.microsoft", 1))
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
         path.write_bytes(model.SerializeToString())
         state = {tensor.input for tensor in self.state} | {tensor.output for tensor in self.state}
         return GraphFacts(path.name, 24, _facts(self.inputs, state), _facts(self.outputs, state), self.state)
@@ -167,8 +176,8 @@ def _facts(values: list[onnx.ValueInfoProto], state: set[str]) -> list[TensorFac
     ]
 
 
-def _target_graph(sizes: Sizes, weights: dict[str, WeightEntry], path: Path) -> GraphFacts:
-    g = _GraphMaker(sizes, weights)
+def _target_graph(sizes: Sizes, weights: dict[str, WeightEntry], path: Path, lowered: bool) -> GraphFacts:
+    g = _GraphMaker(sizes, weights, lowered)
     ids = g.io("inputs", "input_ids", "I64", ["B", "S"])
     g.io("inputs", "position", "I64", [1])
     wanted = g.io("inputs", "logit_rows", "I64", ["R"])
@@ -179,7 +188,7 @@ def _target_graph(sizes: Sizes, weights: dict[str, WeightEntry], path: Path) -> 
         x = g.layer(x, i, "target.", count, causal=1)
         layers.append(x)
     chosen = g.norm(g.op("Gather", x, wanted, axis=1))
-    logits = g.op("MatMul", chosen, g.op("Transpose", g.weight("embed"), perm=[1, 0]), outputs=["logits"])
+    logits = g.linear(chosen, "embed", ["logits"])
     spoiled = g.op("IsNaN", g.op("ReduceSum", g.op("Mul", logits, g.constant(0, np.float32)), g.constant([-1]), keepdims=0))
     g.op("Where", spoiled, g.constant(-1), g.op("ArgMax", logits, axis=-1, keepdims=0), outputs=["token_ids"])
     g.op("Concat", *[layers[i] for i in sizes.taps], outputs=["taps"], axis=-1)
@@ -189,8 +198,8 @@ def _target_graph(sizes: Sizes, weights: dict[str, WeightEntry], path: Path) -> 
     return g.save(path)
 
 
-def _context_graph(sizes: Sizes, weights: dict[str, WeightEntry], path: Path) -> GraphFacts:
-    g = _GraphMaker(sizes, weights)
+def _context_graph(sizes: Sizes, weights: dict[str, WeightEntry], path: Path, lowered: bool) -> GraphFacts:
+    g = _GraphMaker(sizes, weights, lowered)
     taps = g.io("inputs", "taps", "F32", ["B", "S", len(sizes.taps) * sizes.hidden])
     g.io("inputs", "position", "I64", [1])
     x = g.add_positions(g.norm(g.linear(taps, "drafter.fc")), g.rows(taps))
@@ -199,8 +208,8 @@ def _context_graph(sizes: Sizes, weights: dict[str, WeightEntry], path: Path) ->
     return g.save(path)
 
 
-def _drafter_graph(sizes: Sizes, weights: dict[str, WeightEntry], path: Path) -> GraphFacts:
-    g = _GraphMaker(sizes, weights)
+def _drafter_graph(sizes: Sizes, weights: dict[str, WeightEntry], path: Path, lowered: bool) -> GraphFacts:
+    g = _GraphMaker(sizes, weights, lowered)
     ids = g.io("inputs", "input_ids", "I64", ["B", "b"])
     g.io("inputs", "position", "I64", [1])
     count = g.rows(ids)
@@ -209,7 +218,7 @@ def _drafter_graph(sizes: Sizes, weights: dict[str, WeightEntry], path: Path) ->
         x = g.layer(x, i, "drafter.", count, causal=0)
     last = g.constant([2**31])
     x = g.norm(g.op("Slice", x, g.constant([1]), last, g.constant([1])))
-    logits = g.op("MatMul", x, g.op("Transpose", g.weight("embed"), perm=[1, 0]), outputs=["draft_logits"])
+    logits = g.linear(x, "embed", ["draft_logits"])
     g.op("ArgMax", logits, outputs=["draft_ids"], axis=-1, keepdims=0)
     g.io("outputs", "draft_ids", "I64", ["B", "d"])
     g.io("outputs", "draft_logits", "F32", ["B", "d", sizes.vocab])
@@ -235,17 +244,27 @@ def _weight_shapes(sizes: Sizes, drafter: bool) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _write_weights(sizes: Sizes, drafter: bool, root: Path) -> dict[str, WeightEntry]:
+def _stored(value: np.ndarray[Any, np.dtype[np.float32]], precision: str) -> tuple[str, bytes]:
+    if precision == "bf16":
+        return "BF16", (value.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    dtype = {"fp32": np.float32, "fp16": np.float16}[precision]
+    return {"fp32": "F32", "fp16": "F16"}[precision], value.astype(dtype).tobytes()
+
+
+def _write_weights(sizes: Sizes, drafter: bool, root: Path, precision: str) -> dict[str, WeightEntry]:
     random = np.random.default_rng(sizes.seed)
-    header, pieces, entries, at = {}, [], {}, 0
+    header: dict[str, dict[str, Any]] = {}
+    pieces, entries, at = [], {}, 0
     shapes = _weight_shapes(sizes, drafter)
     for name, shape in shapes.items():
-        value = random.standard_normal(shape, np.float32) * np.float32(1.0 / np.sqrt(shape[-1]) if shape[-1] > 64 else 0.3)
+        value = random.standard_normal(shape, np.float32) * np.float32(1 if name == "positions" else min(0.3, shape[-1] ** -0.5))
         if name == "embed" and sizes.likely_tokens:
-            value[sizes.likely_tokens :] *= 0.02
-        pieces.append(value.tobytes())
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + value.nbytes]}
-        at += value.nbytes
+            value[:FIRST_LIKELY] *= 0.02
+            value[FIRST_LIKELY + sizes.likely_tokens :] *= 0.02
+        dtype, data = _stored(value, precision)
+        pieces.append(data)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
+        at += len(data)
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     path = root / "weights" / "weights.safetensors"
@@ -255,9 +274,9 @@ def _write_weights(sizes: Sizes, drafter: bool, root: Path) -> dict[str, WeightE
         for piece in pieces:
             stream.write(piece)
     for name, info in header.items():
-        begin, end = info["data_offsets"]  # type: ignore[misc]
+        begin, end = info["data_offsets"]
         entries[name] = WeightEntry(
-            "weights/weights.safetensors", 8 + len(head) + begin, end - begin, "F32", list(shapes[name])
+            "weights/weights.safetensors", 8 + len(head) + begin, end - begin, info["dtype"], list(shapes[name])
         )
     return entries
 
@@ -292,14 +311,17 @@ def _byte_of(character: str) -> int:
     return code if code < 256 else others[code - 256]
 
 
-def write_engine(root: Path, manifest: Manifest, graphs: list[str]) -> None:
-    """The engine: copies of the portable graphs, which are fp32 and run in ONNX Runtime as they are."""
+def write_engine(root: Path, sizes: Sizes, *, upcast: bool = False) -> None:
+    """Lowers the graphs of the bundle in `root`; half-precision weights are named, typed FLOAT, and not read."""
+    bundle = Bundle.open(root)
     folder = root / "engines" / "ort-cpu"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    makers = {"target.onnx": _target_graph, "drafter_context.onnx": _context_graph, "drafter.onnx": _drafter_graph}
+    graphs = [name for name in makers if name in bundle.manifest.files]
     for name in graphs:
-        (folder / name).write_bytes((root / name).read_bytes())
-    source = {name: manifest.files[name].sha256 for name in graphs}
-    EngineRecord(1, "ort-cpu", source, file_facts(folder, graphs), "fp32", {}, False).write(folder)
+        makers[name](sizes, bundle.manifest.weights, folder / name, True)
+    source = {name: bundle.manifest.files[name].sha256 for name in graphs}
+    EngineRecord(1, "ort-cpu", source, file_facts(folder, graphs), "fp32", {}, upcast).write(folder)
 
 
 TEMPLATE = (
@@ -309,34 +331,71 @@ TEMPLATE = (
 
 
 def write_bundle(
-    root: Path, sizes: Sizes | None = None, *, drafter: bool = True, template: str | None = TEMPLATE
+    root: Path,
+    sizes: Sizes | None = None,
+    *,
+    drafter: bool = True,
+    template: str | None = TEMPLATE,
+    precision: str = "fp32",
 ) -> Path:
     """Writes a complete bundle with its engine and returns its folder."""
     sizes = sizes or Sizes()
     root.mkdir(parents=True)
-    weights = _write_weights(sizes, drafter, root)
+    weights = _write_weights(sizes, drafter, root, precision)
     write_tokenizer(root / "tokenizer", template=template)
-    target = _target_graph(sizes, weights, root / "target.onnx")
-    source = SourceFacts("folder", "toy", None, "0" * 64)
-    facts = None
-    if drafter:
-        facts = DrafterFacts(
-            "toy-drafter", source, "Toy", sizes.drafter_layers, sizes.hidden, 0, sizes.block_size, sizes.mask_token,
-            _context_graph(sizes, weights, root / "drafter_context.onnx"),
-            _drafter_graph(sizes, weights, root / "drafter.onnx"),
-        )
-    target_facts = TargetFacts(
-        "toy", source, "Toy", "toy", sizes.layers, sizes.hidden, sizes.vocab, 0, sizes.max_context + 256, True,
-        "embed", "embed", target,
-    )
+    target = _target_graph(sizes, weights, root / "target.onnx", False)
+    facts = _drafter_facts(sizes, weights, root) if drafter else None
     names = [str(path.relative_to(root).as_posix()) for path in root.rglob("*") if path.is_file()]
     manifest = Manifest(
-        1, "fp32", sizes.max_context, list(sizes.block_sizes), target_facts, facts,
-        TapFacts(list(sizes.taps), "drafter"),
-        TextFacts(list(sizes.stop_token_ids), BOS, template is not None, {}),
-        weights, file_facts(root, names), [], Provenance("0", [], {}),
+        schema_version=1,
+        precision=precision,
+        max_context_tokens=sizes.max_context,
+        block_sizes=list(sizes.block_sizes),
+        target=_target_facts(sizes, target),
+        drafter=facts,
+        taps=TapFacts(list(sizes.taps), "drafter"),
+        text=TextFacts(list(sizes.stop_token_ids), BOS, template is not None, {}),
+        weights=weights,
+        files=file_facts(root, names),
+        checks=[],
+        provenance=Provenance("0", [], {}),
     )
     write_text_atomically(root / "bundle.json", manifest.to_json())
-    write_engine(root, manifest, [name for name in names if name.endswith(".onnx")])
-    Bundle.open(root)
+    write_engine(root, sizes, upcast=precision != "fp32")
     return root
+
+
+_SOURCE = SourceFacts("folder", "toy", None, "0" * 64)
+
+
+def _target_facts(sizes: Sizes, graph: GraphFacts) -> TargetFacts:
+    return TargetFacts(
+        name="toy",
+        source=_SOURCE,
+        architecture="Toy",
+        model_type="toy",
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        vocab_size=sizes.vocab,
+        num_parameters=0,
+        max_position_tokens=sizes.max_context + 256,
+        tied_head=True,
+        embedding_weight="embed",
+        head_weight="embed",
+        graph=graph,
+    )
+
+
+def _drafter_facts(sizes: Sizes, weights: dict[str, WeightEntry], root: Path) -> DrafterFacts:
+    return DrafterFacts(
+        name="toy-drafter",
+        source=_SOURCE,
+        architecture="Toy",
+        num_layers=sizes.drafter_layers,
+        hidden_size=sizes.hidden,
+        num_parameters=0,
+        block_size=sizes.block_size,
+        mask_token_id=sizes.mask_token,
+        context_graph=_context_graph(sizes, weights, root / "drafter_context.onnx", False),
+        graph=_drafter_graph(sizes, weights, root / "drafter.onnx", False),
+    )

@@ -1,0 +1,96 @@
+"""A backend in plain Python: a target whose next token depends on every row before it, and a scripted drafter.
+
+Every call is checked: nothing is written past the capacity, and the drafter's context rows are those of the
+target, neither more nor fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+VOCAB = 97
+
+
+class ScriptedBackend:
+    name = "scripted"
+
+    def __init__(
+        self,
+        *,
+        errors_at: Collection[int] = (),
+        max_context: int = 64,
+        largest_block: int = 8,
+        prefill_chunk_tokens: int = 4,
+        not_finite_at: int | None = None,
+    ) -> None:
+        self.prefill_chunk_tokens = prefill_chunk_tokens
+        self.errors_at = errors_at  # absolute positions of tokens the drafter gets wrong
+        self.not_finite_at = not_finite_at  # position of the token whose logits are NaN
+        self.max_context = max_context
+        capacity = max_context + max(largest_block, prefill_chunk_tokens)
+        self.target_rows: list[int | None] = [None] * capacity
+        self.context_rows: list[int | None] = [None] * capacity
+        self.taps: list[int] = []
+        self.calls: list[tuple[str, int, int]] = []
+        self.closed = False
+
+    def reset(self) -> None:
+        self.calls.append(("reset", 0, 0))
+
+    def prefill(self, ids: Sequence[int], position: int) -> int:
+        assert 0 < len(ids) <= self.prefill_chunk_tokens
+        self.calls.append(("prefill", len(ids), position))
+        return self._target(ids, position)[-1]
+
+    def verify(self, block: Sequence[int], position: int) -> list[int]:
+        self.calls.append(("verify", len(block), position))
+        return self._target(block, position)
+
+    def draft(self, anchor: int, block_size: int, position: int) -> list[int]:
+        self.calls.append(("draft", block_size, position))
+        assert self.context_rows[:position] == self.target_rows[:position]
+        assert position + block_size <= len(self.context_rows)
+        self.context_rows[position : position + block_size] = [-5] * block_size  # scratch
+        history = [*self._history(position), anchor]
+        drafts = []
+        for place in range(position + 1, position + block_size):
+            true = next_token(history)
+            history.append(true)
+            drafts.append((true + 1) % VOCAB if place in self.errors_at else true)
+        return drafts
+
+    def append_context(self, rows: int, position: int) -> None:
+        self.calls.append(("append", rows, position))
+        assert rows == len(self.taps)
+        self.context_rows[position : position + rows] = self.taps
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _target(self, ids: Sequence[int], position: int) -> list[int]:
+        assert position <= self.max_context
+        assert position + len(ids) <= len(self.target_rows), "write past the capacity"
+        self.target_rows[position : position + len(ids)] = ids
+        self.taps = list(ids)
+        chosen = [next_token(self._history(position + i + 1)) for i in range(len(ids))]
+        return [-1 if position + i + 1 == self.not_finite_at else t for i, t in enumerate(chosen)]
+
+    def _history(self, rows: int) -> list[int]:
+        history = [row for row in self.target_rows[:rows] if row is not None]
+        assert len(history) == rows, "a row was skipped"
+        return history
+
+
+def next_token(history: Sequence[int]) -> int:
+    """Depends on every token and its place, so that one stale row changes what follows."""
+    value = 1
+    for place, token in enumerate(history):
+        value = (value * 31 + token * 17 + place) % 1009
+    return value % VOCAB
+
+
+def greedy(prompt: Sequence[int], count: int) -> list[int]:
+    history = list(prompt)
+    for _ in range(count):
+        history.append(next_token(history))
+    return history[len(prompt) :]
