@@ -33,7 +33,7 @@ from dflash_export.rope_limits import exact_context_limit
 from dflash_export.tap_rule import default_target_layer_ids
 from dflash_export.taps import select_taps
 from dflash_export.target_trace import TracedTarget, trace_target
-from dflash_export.tensor_files import ITEM_BYTES
+from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
 from dflash_export.text_files import copy_text_files, read_text_facts
 from dflash_export.weight_store import (
     PRECISIONS,
@@ -69,7 +69,7 @@ class BuildOptions:
     local_files_only: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class TargetPlan:
     """A target found and checked, before any work."""
 
@@ -78,6 +78,8 @@ class TargetPlan:
     precision: str
     max_context_tokens: int
     notes: list[str]
+    places: dict[str, TensorPlace] = dataclasses.field(default_factory=dict)
+    """State-dict name -> tensor in the checkpoint, known after the trace."""
 
     @property
     def weight_dtype(self) -> str:
@@ -149,14 +151,14 @@ def trace_and_store_target(
     progress("trace target", 0, 1)
     traced = trace_target(plan.config, TORCH_DTYPES[plan.weight_dtype])
     progress("trace target", 1, 1)
-    places = match_weights(
+    plan.places = match_weights(
         causal_lm_class(plan.config),
         list(traced.parameters),
         traced.parameter_names,
         {name: shape for name, (_, shape) in traced.parameters.items()},
         plan.checkpoint.places,
     )
-    stored = store_weights(root, TARGET_WEIGHTS, places, plan.weight_dtype, progress)
+    stored = store_weights(root, TARGET_WEIGHTS, plan.places, plan.weight_dtype, progress)
     if layer_ids is None:
         taps = TapFacts(default_target_layer_ids(traced.num_layers), "default")
     else:

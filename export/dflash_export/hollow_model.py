@@ -1,7 +1,11 @@
-"""A Hugging Face module whose parameters have shapes but no data, so its size costs nothing."""
+"""A Hugging Face module whose parameters have shapes but no data, so its size costs nothing.
+
+Buffers that belong to the checkpoint are parameters here too; tables the model computes itself keep their values.
+"""
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -12,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from dflash_export.trace_experts import EXPERTS_NAME
 from dflash_export.trace_hooks import ATTENTION_NAME
 
 
@@ -33,16 +38,37 @@ def make_hollow_model(config: PreTrainedConfig, dtype: torch.dtype, fake: FakeTe
             model = _from_config(config, dtype)
     model.eval()
     model.tie_weights()
+    _adopt_stored_buffers(model)
+    islands = model._get_dtype_plan(dtype)
     replaced: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in replaced:
+                    kept = _island_dtype(f"{path}.{name}", islands)
                     with fake:
-                        data = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                        data = torch.empty(parameter.shape, dtype=kept or parameter.dtype, device="cpu")
                     replaced[id(parameter)] = nn.Parameter(data, requires_grad=False)
                 module._parameters[name] = replaced[id(parameter)]
     return model
+
+
+def _adopt_stored_buffers(model: nn.Module) -> None:
+    """Turns float buffers that are saved with the model, such as a router's correction, into parameters."""
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            stored = buffer is not None and name not in module._non_persistent_buffers_set
+            if stored and buffer is not None and buffer.is_floating_point():
+                del module._buffers[name]
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+
+
+def _island_dtype(name: str, islands: dict[str, torch.dtype]) -> torch.dtype | None:
+    """Dtype in which Transformers keeps a parameter whatever the model's own is, by its table of name parts."""
+    for part, dtype in islands.items():
+        if re.search(rf"(^|\.){part}(\.|$)", name):
+            return dtype
+    return None
 
 
 def causal_lm_class(config: PreTrainedConfig) -> type[nn.Module]:
@@ -63,7 +89,9 @@ def causal_lm_class(config: PreTrainedConfig) -> type[nn.Module]:
 def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     causal_lm_class(config)
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION_NAME, experts_implementation=EXPERTS_NAME
+        )
     except ValueError as error:
         if "attention" not in str(error):
             raise

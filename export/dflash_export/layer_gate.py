@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from dflash_export.deviation import Worst, deviation
 from dflash_export.evidence import plan_steps
 from dflash_export.graph_runner import Array, GraphRunner
 from dflash_export.layer_reference import LayerReference
-from dflash_export.parity import EXACT_TOLERANCE, ROUNDED_FACTOR, PrecisionPasses, Worst, deviation, serialise
+from dflash_export.parity import EXACT_TOLERANCE, ROUNDED_FACTOR, PrecisionPasses, serialise
 from dflash_export.reference_run import Step, StepOutputs
 from dflash_export.tensor_files import TensorPlace
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES, Progress

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import onnx_ir as ir
 from dflash_runtime.bundle import CheckRow, GraphFacts, Manifest
 from dflash_runtime.errors import ParityError
 
+from dflash_export.deviation import Worst, deviation
 from dflash_export.evidence import TargetEvidence
 from dflash_export.graph_runner import Array, GraphRunner
 from dflash_export.reference_run import StepOutputs
@@ -32,42 +33,6 @@ class PrecisionPasses:
     """Everything in fp32; weights are bound by name."""
     emulate_half: GraphEdit
     """Every result rounded to the graph's own dtype."""
-
-
-def deviation(found: Array, expected: Array) -> float:
-    """Largest difference relative to size: |a - b| / (|b| + rms of b's row). Infinite where `found` is not finite.
-
-    Args:
-        found: What was computed, [..., N].
-        expected: The reference, same shape.
-    """
-    if found.shape != expected.shape or not np.isfinite(found).all():
-        return float("inf")
-    if expected.size == 0:
-        return 0.0
-    wide = expected.astype(np.float64)
-    rms = np.sqrt((wide**2).mean(axis=-1, keepdims=True))
-    scale = np.maximum(np.abs(wide) + rms, np.finfo(np.float32).tiny)
-    return float((np.abs(found.astype(np.float64) - wide) / scale).max())
-
-
-class Worst:
-    """Collects the worst deviation by tensor."""
-
-    def __init__(self) -> None:
-        self.by_tensor: dict[str, float] = {}
-
-    def add(self, tensor: str, value: float) -> None:
-        """Keeps the larger one."""
-        self.by_tensor[tensor] = max(self.by_tensor.get(tensor, 0.0), value)
-
-    def rows(self, stage: str, tolerances: Mapping[str, float] | float, covered: str) -> list[CheckRow]:
-        """One row a tensor."""
-        rows = []
-        for tensor, worst in self.by_tensor.items():
-            tolerance = tolerances if isinstance(tolerances, float) else tolerances[tensor]
-            rows.append(CheckRow(stage, tensor, worst, tolerance, worst <= tolerance, covered))
-        return rows
 
 
 def check_target(root: Path, manifest: Manifest, evidence: TargetEvidence, passes: PrecisionPasses) -> list[CheckRow]:

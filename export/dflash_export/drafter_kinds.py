@@ -1,0 +1,118 @@
+"""Relatives of plain DFlash that this exporter does not serve, told apart by config keys and tensor names.
+
+They load as plain DFlash with parts silently skipped, and then only acceptance suffers; so they are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dflash_runtime.errors import CheckpointError, UnsupportedModelError
+
+PLAIN_ARCHITECTURE = "DFlashDraftModel"
+
+_LAGUNA = "a Laguna drafter (fused qkv_proj, g_proj gate, one norm per tap)"
+_MUSE = "a drafter in the muse_glimmer_assistant layout (encoder.fc, encoder.output_norm_enc)"
+_DFLASH2 = "a DFlash 2 drafter (DFlash2DraftModel: dynamic convolutions and a candidate selector)"
+_EXTRA_HEADS = "a Domino, DSpark or JetSpec drafter (extra heads over the DFlash body)"
+_SINKS = "a drafter with attention sinks (attention_sink_bias)"
+_REDUCED = "a drafter with a reduced vocabulary (d2t, t2d, or a head of its own with fewer rows)"
+
+_BY_TENSOR: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("attention_conv.", "mlp_conv.", "candidate_selector."), _DFLASH2),
+    (("markov_", "prefix_gru.", "embed_proj.", "confidence_", "logit_head."), _EXTRA_HEADS),
+    (("qkv_proj", ".g_proj", "aux_hidden_norms"), _LAGUNA),
+    (("encoder.fc.", "encoder.output_norm_enc."), _MUSE),
+    (("attention_sink_bias", ".sinks"), _SINKS),
+    (("d2t", "t2d"), _REDUCED),
+    (("mask_hidden", "mask_embedding"), "a drafter with a learned mask embedding"),
+)
+_QUANTISED = ("weight_scale", "weight_packed", "qweight", "qzeros", "weight_scale_inv", "input_scale")
+
+
+def refuse_other_kinds(config: Mapping[str, Any], nested: Mapping[str, Any], where: str) -> None:
+    """Refuses a config that describes something else than a plain DFlash drafter.
+
+    Args:
+        config: Content of config.json.
+        nested: Its `dflash_config`, {} when absent.
+        where: Path of the file, for messages.
+
+    Raises:
+        UnsupportedModelError: naming the kind.
+        CheckpointError: no drafter at all, or a quantised one.
+    """
+    kind = _kind_by_config(config, nested)
+    if kind is not None:
+        raise UnsupportedModelError(f"{where} describes {kind}. Only plain DFlash drafters can be exported.")
+    quantisation = config.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
+        raise CheckpointError(f"{where} describes a quantised drafter ({method}); give the unquantised checkpoint.")
+    architectures = config.get("architectures") or []
+    if architectures and PLAIN_ARCHITECTURE not in architectures:
+        raise UnsupportedModelError(
+            f"{where} names the architecture {', '.join(map(str, architectures))}, and a DFlash drafter is a "
+            f"{PLAIN_ARCHITECTURE}. Give the drafter's folder or id, not the target's."
+        )
+    if not architectures and not nested and "target_layer_ids" not in config:
+        raise CheckpointError(
+            f"{where} has neither architectures [{PLAIN_ARCHITECTURE!r}] nor a dflash_config; it is no DFlash drafter."
+        )
+
+
+def _kind_by_config(config: Mapping[str, Any], nested: Mapping[str, Any]) -> str | None:
+    def value(key: str) -> Any:
+        return nested.get(key, config.get(key))
+
+    architectures = " ".join(map(str, config.get("architectures") or []))
+    projector = value("projector_type")
+    model_type = str(config.get("model_type", ""))
+    vocab = config.get("vocab_size")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    partial = value("partial_rotary_factor") or (rope.get("partial_rotary_factor") if isinstance(rope, dict) else None)
+    kinds: list[tuple[bool, str]] = [
+        ("DFlash2" in architectures or value("selector_top_k") is not None, _DFLASH2),
+        (
+            "speculators_model_type" in config or "DFlashSpeculator" in architectures,
+            "a drafter in the speculators format (speculators_model_type)",
+        ),
+        (projector not in (None, "dflash"), f"a {projector} drafter (dflash_config.projector_type)"),
+        (any(k in architectures for k in ("Domino", "DSpark", "JetSpec")), f"a drafter of another kind: {architectures}"),
+        (bool(value("causal_head")), "a JetSpec drafter (causal_head)"),
+        (bool(value("sample_from_anchor")), "a drafter whose anchor slot predicts too (sample_from_anchor)"),
+        (model_type.startswith("muse_glimmer"), _MUSE),
+        ("laguna" in (model_type + architectures).lower(), _LAGUNA),
+        (model_type.startswith("gemma4"), "a Gemma 4 shaped drafter (model_type gemma4)"),
+        (bool(value("attention_sink_bias")), _SINKS),
+        (value("attention_value_scale") not in (None, 1, 1.0), "a drafter with attention_value_scale"),
+        (partial not in (None, 1, 1.0), f"a drafter with partial rotary embedding (partial_rotary_factor {partial})"),
+        (
+            False in (value("is_neox_style"), value("rope_is_neox_style")),
+            "a drafter with interleaved rotary embedding (is_neox_style false)",
+        ),
+        (value("draft_vocab_size") not in (None, vocab), _REDUCED),
+    ]
+    return next((name for found, name in kinds if found), None)
+
+
+def refuse_foreign_tensors(names: Iterable[str], where: str) -> None:
+    """Refuses weights that only another kind of drafter has, whatever its config says.
+
+    Args:
+        names: Tensor names of the checkpoint.
+        where: The checkpoint, for messages.
+
+    Raises:
+        UnsupportedModelError: naming the kind and the tensor.
+        CheckpointError: the weights are quantised.
+    """
+    for name in sorted(names):
+        for marks, kind in _BY_TENSOR:
+            if any(name.startswith(mark) or f".{mark.lstrip('.')}" in f".{name}" for mark in marks):
+                raise UnsupportedModelError(
+                    f"{where} holds {name}, which belongs to {kind}. Only plain DFlash drafters can be exported."
+                )
+        if name.endswith(_QUANTISED):
+            raise CheckpointError(f"{where} holds {name}: it is quantised; give the unquantised checkpoint.")

@@ -1,0 +1,70 @@
+"""Weights are streamed: same bytes where the dtype matches, exact rounding where it does not, nothing half-written."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_export.tensor_files import read_tensor_places
+from dflash_export.weight_store import store_weights
+from dflash_runtime.bundle import sha256_of
+from dflash_runtime.errors import CheckpointError, OutputError
+
+
+def _quiet(stage: str, done: int, total: int) -> None: ...
+
+
+def _checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("name", "wanted"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
+def test_values_are_those_of_a_cast_in_torch(
+    tmp_path: Path, stored: torch.dtype, name: str, wanted: torch.dtype
+) -> None:
+    tensors = {"b": torch.randn(37, 5).to(stored), "a": torch.randn(3).to(stored)}
+    places = read_tensor_places(_checkpoint(tmp_path / "in", tensors))
+    written = store_weights(tmp_path, "weights/target.safetensors", places, name, _quiet)
+    found = load_file(tmp_path / "weights/target.safetensors")
+    for key, tensor in tensors.items():
+        assert torch.equal(found[key], tensor.to(wanted))
+    assert written.facts.sha256 == sha256_of(tmp_path / "weights/target.safetensors")
+    assert written.facts.size_bytes == (tmp_path / "weights/target.safetensors").stat().st_size
+    entry = written.entries["b"]
+    raw = (tmp_path / entry.file).read_bytes()[entry.offset_bytes : entry.offset_bytes + entry.length_bytes]
+    assert torch.equal(torch.frombuffer(bytearray(raw), dtype=wanted).view(37, 5), tensors["b"].to(wanted))
+
+
+def test_a_weight_too_large_for_fp16_is_refused_with_the_value(tmp_path: Path) -> None:
+    places = read_tensor_places(_checkpoint(tmp_path / "in", {"w": torch.tensor([1.0, 1e5])}))
+    with pytest.raises(CheckpointError, match=r"w holds 1e\+05.*F16.*bf16"):
+        store_weights(tmp_path, "w.safetensors", places, "F16", _quiet)
+
+
+def test_quantised_tensors_are_named(tmp_path: Path) -> None:
+    places = read_tensor_places(_checkpoint(tmp_path / "in", {"packed": torch.zeros(4, dtype=torch.int8)}))
+    with pytest.raises(CheckpointError, match="packed is stored as I8"):
+        store_weights(tmp_path, "w.safetensors", places, "F32", _quiet)
+
+
+@pytest.mark.parametrize("limit_bytes", [10, 5_000, 90_000])
+def test_a_full_disk_is_one_clear_error(tmp_path: Path, limit_bytes: int) -> None:
+    import signal
+
+    places = read_tensor_places(_checkpoint(tmp_path / "in", {"w": torch.zeros(30_000)}))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        with pytest.raises(OutputError, match=r"writing 120\d\d\d bytes to .* failed"):
+            store_weights(tmp_path, "w.safetensors", places, "F32", _quiet)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
