@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from dflash_tools.build_command import lower_for
 from dflash_tools.build_report import print_report
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.progress import ProgressLine
@@ -23,8 +22,7 @@ def command(bundle: Path, drafter: str, backend: str, as_json: bool) -> None:
     Where the drafter wants other layers than the bundle taps, the target's graph is edited.
     """
     with needs_extra("export"):
-        from dflash_export.add_drafter import add_drafter
+        from dflash_tools.pipeline import add_drafter
     with ProgressLine() as progress:
-        report = add_drafter(bundle, drafter, progress=progress)
-        lower_for(backend, report.path)
+        report = add_drafter(bundle, drafter, backend, progress)
     print_report(report, as_json=as_json)

@@ -60,15 +60,16 @@ def command(
 ) -> None:
     """Exports TARGET, and DRAFTER where there is one, into a bundle, and checks every step against PyTorch.
 
-    The bundle appears when everything is checked, or not at all. An existing folder is never overwritten.
+    The bundle appears when everything is checked, or not at all; it replaces an older bundle in its place, and
+    nothing else.
     """
     arguments = read_template_args(template_args)
     with needs_extra("export"):
-        from dflash_export.build import BuildOptions, build_bundle
+        from dflash_export.build import BuildOptions
+        from dflash_tools.pipeline import build
     options = BuildOptions(
         target=target,
         drafter=drafter,
-        out=out or default_folder(target),
         precision=precision,
         block_sizes=block_sizes,
         max_context_tokens=max_context,
@@ -76,8 +77,7 @@ def command(
         gate=gate,
     )
     with ProgressLine() as progress:
-        report = build_bundle(options, progress=progress)
-        lower_for(backend, report.path)
+        report = build(options, out or default_folder(target), backend, progress)
     print_report(report, as_json=as_json)
 
 
@@ -86,12 +86,3 @@ def default_folder(target: str) -> Path:
     name = target.partition("@")[0]
     path = Path(name)
     return Path(f"{path.resolve().name if path.is_dir() else path.name}-dflash")
-
-
-def lower_for(backend: str, bundle: Path) -> None:
-    """Writes the lowered graphs of a backend; `none` leaves the portable graphs alone."""
-    if backend == "none":
-        return
-    from dflash_engines.ort_cpu import lower_bundle
-
-    lower_bundle(bundle)

@@ -1,0 +1,119 @@
+"""Runs a build in a process of its own and reports the largest memory its process tree had (Linux).
+
+    python -m dflash_tools.export_memory                 # a random checkpoint of Qwen2.5-1.5B's shape
+    python -m dflash_tools.export_memory --model FOLDER  # a checkpoint of yours
+
+Resident memory includes pages of mapped weight files, which the kernel drops when it needs room; anonymous memory
+is what the build itself holds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dflash_runtime.errors import DFlashError
+from dflash_tools.error_lines import DFlashCommand
+from dflash_tools.peak_memory import run_and_watch
+from dflash_tools.random_weights import write_random_safetensors
+from dflash_tools.sizes import bytes_text, count_text
+
+# Qwen/Qwen2.5-1.5B-Instruct's config.json
+QWEN2_1_5B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+
+def qwen2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a tied Qwen2 and its shape."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for i in range(config["num_hidden_layers"]):
+        layer = {
+            "input_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (hidden, hidden),
+            "self_attn.q_proj.bias": (hidden,),
+            "self_attn.k_proj.weight": (kv, hidden),
+            "self_attn.k_proj.bias": (kv,),
+            "self_attn.v_proj.weight": (kv, hidden),
+            "self_attn.v_proj.bias": (kv,),
+            "self_attn.o_proj.weight": (hidden, hidden),
+            "post_attention_layernorm.weight": (hidden,),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
+        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
+    return {**shapes, "model.norm.weight": (hidden,)}
+
+
+def write_random_qwen2(folder: Path, config: dict[str, Any]) -> int:
+    """Writes a random bf16 checkpoint and returns its number of parameters."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return write_random_safetensors(folder / "model.safetensors", qwen2_shapes(config), "BF16", seed=0)
+
+
+@click.command(cls=DFlashCommand)
+@click.option("--model", type=click.Path(path_type=Path), help="Checkpoint. [default: random, Qwen2.5-1.5B's shape]")
+@click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), help="[default: the checkpoint's own]")
+@click.option("--backend", type=click.Choice(["ort-cpu", "none"]), default="ort-cpu", show_default=True)
+@click.option("--gate", type=click.Choice(["auto", "full", "layers"]), default="auto", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def main(model: Path | None, precision: str | None, backend: str, gate: str, as_json: bool) -> None:
+    """Builds a checkpoint into a throw-away bundle and reports the peak memory, sampled every 50 ms."""
+    with tempfile.TemporaryDirectory(prefix="dflash-memory-", dir=Path.cwd()) as scratch:
+        if model is None:
+            model = Path(scratch) / "qwen2.5-1.5b-shape"
+            count = write_random_qwen2(model, QWEN2_1_5B)
+            click.echo(f"Wrote a random checkpoint of {count_text(count)} parameters.", err=True)
+        argv = [sys.executable, "-m", "dflash_tools.cli", "build", "--target", str(model), "--json"]
+        argv += ["--out", str(Path(scratch) / "bundle"), "--backend", backend, "--gate", gate]
+        argv += ["--precision", precision] if precision else []
+        started = time.monotonic()
+        code, peak = run_and_watch(argv)
+        seconds = time.monotonic() - started
+        if code != 0:
+            raise DFlashError(f"The build of {model} ended with exit code {code}; its message is above.")
+        weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    facts = {
+        "model": model.name,
+        "weight_bytes": weights,
+        "peak_resident_bytes": peak.resident_bytes,
+        "peak_anonymous_bytes": peak.anonymous_bytes,
+        "samples": peak.samples,
+        "seconds": round(seconds, 1),
+    }
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    click.echo(
+        f"{model.name}: weights {bytes_text(weights)}, peak resident {bytes_text(peak.resident_bytes)} "
+        f"(mapped files included), of it anonymous at most {bytes_text(peak.anonymous_bytes)}, {seconds:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
