@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from importlib.metadata import version
 from typing import Literal
 
 import onnx_ir as ir
 
+from dflash_engines.engine_writing import write_engine
 from dflash_engines.passes.constant_reshape import ConstantReshapePass
 from dflash_engines.passes.group_query_attention import GroupQueryAttentionPass
 from dflash_engines.passes.length_sliced_attention import LengthSlicedAttentionPass
@@ -13,14 +17,50 @@ from dflash_engines.passes.retype_to_fp32 import RetypeToFp32Pass
 from dflash_engines.passes.rms_norm import FuseRmsNormPass
 from dflash_engines.passes.rotary_embedding import FuseRotaryEmbeddingPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
+from dflash_runtime.bundle import Bundle
+from dflash_runtime.engine_record import EngineRecord, open_engine
 from dflash_runtime.errors import EngineError
 
+BACKEND = "ort-cpu"
 GraphKind = Literal["target", "drafter_context", "drafter"]
+Progress = Callable[[str, int, int], None]
 
+_EXECUTION_PRECISION = "fp32"
 _CONTRIB_OPERATORS = frozenset({"FusedMatMul", "GroupQueryAttention"})
+# A record made by other versions of these is made anew: they decide what the graphs look like.
+_MAKERS = ("dflash-export", "onnx", "onnx-ir")
 
 
-def lower_model(model: ir.Model, kind: GraphKind, precision: str = "fp32") -> ir.Model:
+def lower_bundle(bundle_path: str | os.PathLike[str], progress: Progress | None = None) -> EngineRecord:
+    """Writes `engines/ort-cpu` for a bundle, unless one made from the same graphs by the same versions is there.
+
+    Args:
+        bundle_path: The bundle folder.
+        progress: Called with stage, graphs done, graphs in all.
+
+    Returns:
+        The record of the engine.
+
+    Raises:
+        BundleError: the bundle is missing, incomplete or altered.
+        EngineError: a graph is not of the contract's form.
+        OutputError: the folder cannot be written.
+    """
+    bundle = Bundle.open(bundle_path)
+    versions = {name: version(name) for name in _MAKERS}
+    present = _fitting_record(bundle, versions)
+    if present is not None:
+        return present
+    lowered: dict[str, ir.Model] = {}
+    files = _graph_files(bundle)
+    for kind, file in files.items():
+        if progress is not None:
+            progress("lower", len(lowered), len(files))
+        lowered[file] = lower_model(ir.load(bundle.file(file)), kind)
+    return write_engine(bundle, BACKEND, lowered, versions, execution_precision=_EXECUTION_PRECISION)
+
+
+def lower_model(model: ir.Model, kind: GraphKind, precision: str = _EXECUTION_PRECISION) -> ir.Model:
     """Lowers one portable graph.
 
     Args:
@@ -35,8 +75,8 @@ def lower_model(model: ir.Model, kind: GraphKind, precision: str = "fp32") -> ir
     Raises:
         EngineError: a precision this backend does not compute in, or a graph that is not of the contract's form.
     """
-    if precision != "fp32":
-        raise EngineError(f"ort-cpu computes in fp32, not {precision}. Leave the precision out or ask for fp32.")
+    if precision != _EXECUTION_PRECISION:
+        raise EngineError(f"{BACKEND} computes in fp32, not {precision}. Ask for fp32; weights are widened on load.")
     lowered = model.clone()
     interface = _interface(lowered)
     for lower in (
@@ -52,6 +92,23 @@ def lower_model(model: ir.Model, kind: GraphKind, precision: str = "fp32") -> ir
         lower(lowered)
         _check(lowered, kind, interface, type(lower).__name__, before)
     return lowered
+
+
+def _fitting_record(bundle: Bundle, versions: dict[str, str]) -> EngineRecord | None:
+    try:
+        record = open_engine(bundle, BACKEND)
+    except EngineError:
+        return None  # missing, damaged or of other graphs: each is a reason to make it anew
+    return record if record.versions == versions else None
+
+
+def _graph_files(bundle: Bundle) -> dict[GraphKind, str]:
+    manifest = bundle.manifest
+    files: dict[GraphKind, str] = {"target": manifest.target.graph.file}
+    if manifest.drafter is not None:
+        files["drafter_context"] = manifest.drafter.context_graph.file
+        files["drafter"] = manifest.drafter.graph.file
+    return files
 
 
 def _interface(model: ir.Model) -> list[list[str | None]]:
@@ -74,4 +131,4 @@ def _check(model: ir.Model, kind: GraphKind, interface: list[list[str | None]], 
     if foreign:
         problems.append(f"left operators ONNX Runtime is not asked to run here: {foreign}")
     if problems:
-        raise EngineError(f"{name} failed on the {kind} graph: it {'; '.join(problems)}. Please report this graph.")
+        raise EngineError(f"{name} failed on the {kind} graph: it {'; it '.join(problems)}. Please report this graph.")

@@ -39,7 +39,7 @@ def emit(before: ir.Node, op_type: str, inputs: Sequence[ir.Value | None],
     if dtype is None and first is not None:
         dtype = first.dtype
     if dtype is not None:
-        output.dtype = dtype
+        output.type = ir.TensorType(dtype)
     output.shape = None if shape is None else ir.Shape(shape)
     return output
 
@@ -59,7 +59,7 @@ def add_constant(graph: ir.Graph, name: str, array: npt.NDArray[Any]) -> ir.Valu
     if known is not None:
         return known
     value = ir.Value(name=name, shape=ir.Shape(array.shape), const_value=ir.Tensor(array, name=name))
-    value.dtype = ir.DataType.from_numpy(array.dtype)
+    value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
     graph.register_initializer(value)
     return value
 
@@ -76,7 +76,7 @@ def replace(old: ir.Value, new: ir.Value) -> None:
     if old.shape is not None:
         new.shape = old.shape
     if old.type is not None:
-        new.type = old.type
+        new.type = ir.TensorType(old.dtype) if old.dtype is not None else old.type
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     if new.producer() is not None and not new.is_graph_input():
         old.name = None if name is None else f"{name}.replaced"

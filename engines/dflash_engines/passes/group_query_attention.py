@@ -99,7 +99,7 @@ def _fuse(attention: CachedAttention, last: ir.Value, total: ir.Value) -> None:
     )
     insert(node, kernel)
     output, *presents = kernel.outputs
-    output.dtype, output.shape = ir.DataType.FLOAT, new_rows[0].shape
+    output.type, output.shape = ir.TensorType(ir.DataType.FLOAT), new_rows[0].shape
     for reader in readers_as_rows(node.outputs[0]):
         replace(reader, output)
     replace(node.outputs[0], as_heads(output, node.outputs[0], node))

@@ -15,8 +15,9 @@ class RetypeToFp32Pass(ir.passes.InPlacePass):
     """Types every half-precision value FLOAT and drops the casts that no longer do anything.
 
     A weight kept in a file keeps its location, offset and byte length there but is typed FLOAT: whoever runs the
-    graph binds a widened copy by name. Left unbound, its byte length contradicts its type, so it cannot be read by
-    mistake. Inline constants are widened here.
+    graph binds a widened copy by name (`SessionOptions.add_external_initializers`). ONNX Runtime wants a location
+    that exists; left unbound, the byte length contradicts the type and the session refuses to open. Inline constants
+    are widened here.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -26,7 +27,7 @@ class RetypeToFp32Pass(ir.passes.InPlacePass):
             for value in (*graph.inputs, *graph.initializers.values()):
                 modified |= _widen_value(value)
             for node in graph:
-                _widen_attributes(node)
+                widen_attributes(node)
                 for output in node.outputs:
                     modified |= _widen_value(output)
         for graph in model.graphs():
@@ -48,7 +49,7 @@ def _widen_value(value: ir.Value) -> bool:
         value.const_value = _widen_tensor(value.const_value)
     if value.dtype not in HALF_TYPES:
         return False
-    value.dtype = ir.DataType.FLOAT
+    value.type = ir.TensorType(ir.DataType.FLOAT)
     return True
 
 
@@ -61,7 +62,8 @@ def _widen_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     return ir.Tensor(tensor.numpy().astype(np.float32), name=tensor.name)
 
 
-def _widen_attributes(node: ir.Node) -> None:
+def widen_attributes(node: ir.Node) -> None:
+    """Types tensors and result types among a node's attributes FLOAT where they are half precision."""
     for name, attribute in list(node.attributes.items()):
         if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in HALF_TYPES:
             node.attributes[name] = ir.AttrTensor(name, _widen_tensor(attribute.as_tensor()))

@@ -118,7 +118,7 @@ def _first_half(table: ir.Value, known: dict[ir.Value, ir.Value]) -> ir.Value:
         bounds = [add_integers(graph, [number]) for number in (0, half, 2)]
         cut = ir.node("Slice", [table, *bounds])
         graph.insert_after(node, cut)
-        cut.outputs[0].dtype = ir.DataType.FLOAT
+        cut.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
         cut.outputs[0].shape = ir.Shape([1, shape[1], half])
         known[table] = cut.outputs[0]
     return known[table]

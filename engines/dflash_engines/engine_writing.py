@@ -1,0 +1,74 @@
+"""Writes a folder of lowered graphs under a temporary name, complete with its record, then puts it in place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+
+from dflash_runtime.bundle import Bundle, file_facts
+from dflash_runtime.engine_record import ENGINE_SCHEMA_VERSION, EngineRecord, engine_folder
+from dflash_runtime.errors import OutputError
+
+
+def write_engine(bundle: Bundle, backend: str, graphs: Mapping[str, ir.Model], versions: dict[str, str], *,
+                 execution_precision: str) -> EngineRecord:
+    """Replaces the engine of a backend by new graphs.
+
+    An engine that is there stays usable until the new one is complete.
+
+    Args:
+        bundle: Where `engines/<backend>` lies.
+        backend: Name of the backend.
+        graphs: Lowered model by file name, which is the name of the portable graph it was made from.
+        versions: Packages that made them.
+        execution_precision: What the graphs compute in.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    folder = engine_folder(bundle, backend)
+    partial = folder.with_name(f".{backend}.{os.getpid()}.partial")
+    retired = folder.with_name(f".{backend}.{os.getpid()}.retired")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name, model in graphs.items():
+            (partial / name).write_bytes(ir.to_proto(model).SerializeToString())
+        record = _record(bundle, backend, partial, list(graphs), versions, execution_precision)
+        record.write(partial)
+        if folder.exists():
+            folder.rename(retired)
+        partial.rename(folder)
+    except OSError as error:
+        raise OutputError(
+            f"The engine cannot be written to {folder}: {error}. Make the folder writable and see that the disk has "
+            "room, then run: dflash-export engines " + str(bundle.path)
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        _retire(retired, folder)
+    return record
+
+
+def _retire(retired: Path, folder: Path) -> None:
+    """Deletes the engine that was replaced, or puts it back where the new one did not arrive."""
+    if retired.exists() and not folder.exists():
+        retired.rename(folder)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _record(bundle: Bundle, backend: str, folder: Path, names: list[str], versions: dict[str, str],
+            execution_precision: str) -> EngineRecord:
+    return EngineRecord(
+        schema_version=ENGINE_SCHEMA_VERSION,
+        backend=backend,
+        source={name: bundle.manifest.files[name].sha256 for name in names},
+        files=file_facts(folder, names),
+        execution_precision=execution_precision,
+        versions=versions,
+        upcast=bundle.manifest.precision != execution_precision,
+    )
