@@ -44,18 +44,7 @@ class Backend(Protocol):
 
 
 def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> Backend:
-    """Opens the backend `name` over the bundle's engines.
-
-    Args:
-        name: See `AVAILABLE`.
-        bundle: The opened bundle.
-        threads: CPU threads; None lets the backend choose.
-        prefill_chunk_tokens: Most prompt tokens per target call; larger is faster and takes more memory.
-
-    Raises:
-        BackendError: unknown, not made for this version, or its library is not installed.
-        EngineError: the bundle has no usable engine for it.
-    """
+    """Opens the backend `name` over the bundle's engines; options and errors are those of `Session.open`."""
     if name not in AVAILABLE:
         what = "is not part of this version" if name in PLANNED else "is unknown"
         raise BackendError(f"Backend {name!r} {what}. Available here: {', '.join(AVAILABLE)}.")

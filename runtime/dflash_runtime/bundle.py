@@ -14,7 +14,7 @@ import json
 import os
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -200,11 +200,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
-        """Reads a manifest strictly.
-
-        Args:
-            text: Content of `bundle.json`.
-            where: Path for messages.
+        """Reads the text of a `bundle.json` strictly; `where` is its path, for messages.
 
         Raises:
             BundleError: not JSON, a newer schema, an unknown or a missing key, a value of the wrong type.
@@ -212,30 +208,23 @@ class Manifest:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise BundleError(
-                f"{where} is no valid JSON ({error}). Copy or build the bundle again."
-            ) from error
+            raise BundleError(f"{where} is no valid JSON ({error}). Copy or build the bundle again.") from error
         version = data.get("schema_version") if isinstance(data, dict) else None
         if not isinstance(version, int):
             raise BundleError(f"{where} has no schema_version; it is not a bundle manifest.")
         if version != SCHEMA_VERSION:
             hint = "Update dflash-export" if version > SCHEMA_VERSION else "Build the bundle again"
-            raise BundleError(
-                f"{where} has schema version {version}, this program reads version {SCHEMA_VERSION}. {hint}."
-            )
+            raise BundleError(f"{where} has schema version {version}, this program reads {SCHEMA_VERSION}. {hint}.")
         return typing.cast(Manifest, decode(cls, data, where))
 
 
 def decode(kind: Any, data: Any, where: str) -> Any:
     """Builds a value of type `kind` from JSON data, refusing unknown keys and wrong types.
 
-    Args:
-        kind: A dataclass, `list[...]`, `dict[str, ...]`, a union, or a plain JSON type.
-        data: What `json.loads` gave.
-        where: Path of the value, for messages.
+    A kind is a dataclass, `list[...]`, `dict[str, ...]`, a union, or a plain JSON type.
 
     Raises:
-        BundleError: naming the place and both types.
+        BundleError: naming the place, `where`, and both types.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
@@ -245,22 +234,13 @@ def decode(kind: Any, data: Any, where: str) -> Any:
     if origin is dict and isinstance(data, dict):
         return {key: decode(args[1], value, f"{where}.{key}") for key, value in data.items()}
     if origin in (typing.Union, types.UnionType):
-        return _decode_union(args, data, where)
+        inner = [option for option in args if option is not type(None)]
+        if type(data) in args or len(inner) == 1:
+            return data if type(data) in args else decode(inner[0], data, where)
     if kind is Any or (kind is float and type(data) is int) or type(data) is kind:
         return data
     name = getattr(kind, "__name__", str(kind))
     raise BundleError(f"{where} should be {name} and is {type(data).__name__}.")
-
-
-def _decode_union(options: tuple[Any, ...], data: Any, where: str) -> Any:
-    if data is None and type(None) in options:
-        return None
-    rest = [option for option in options if option is not type(None)]
-    if len(rest) == 1:
-        return decode(rest[0], data, where)
-    if type(data) in rest:
-        return data
-    raise BundleError(f"{where} should be one of {rest} and is {type(data).__name__}.")
 
 
 def _decode_record(kind: type, data: Any, where: str) -> Any:
@@ -275,25 +255,16 @@ def _decode_record(kind: type, data: Any, where: str) -> Any:
     return kind(**{key: decode(hints[key], data[key], f"{where}.{key}") for key in hints})
 
 
+@dataclasses.dataclass(frozen=True)
 class Bundle:
-    """A bundle on disk.
+    """A bundle on disk: its folder and its facts."""
 
-    Attributes:
-        path: The folder.
-        manifest: Its facts.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path = path
-        self.manifest = manifest
+    path: Path
+    manifest: Manifest
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, check_files: bool = True) -> Bundle:
-        """Reads a bundle's manifest and checks its files once per copy.
-
-        Args:
-            path: The bundle folder.
-            check_files: Compare sizes, and hashes the first time this copy is seen.
+        """Reads the manifest of the bundle in folder `path` and checks its files, see `check_files`.
 
         Raises:
             BundleError: no bundle there, or a file is missing or altered.
@@ -301,12 +272,9 @@ class Bundle:
         folder = Path(path)
         manifest_path = folder / MANIFEST_NAME
         if not manifest_path.is_file():
-            raise BundleError(
-                f"{folder} is not a bundle: it has no {MANIFEST_NAME}. "
-                "Make one with: dflash-export build --target TARGET --out DIR"
-            )
-        text = manifest_path.read_text(encoding="utf-8")
-        bundle = cls(folder, Manifest.from_json(text, str(manifest_path)))
+            remedy = "Make one with: dflash-export build --target TARGET --out DIR"
+            raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_NAME}. {remedy}")
+        bundle = cls(folder, Manifest.from_json(manifest_path.read_text(encoding="utf-8"), str(manifest_path)))
         if check_files:
             bundle.check_files()
         return bundle
@@ -335,22 +303,9 @@ class Bundle:
             BundleError: naming every file that is missing, short or altered.
         """
         known = {} if full else _read_stamps(self._stamp_path())
-        stamps: dict[str, list[Any]] = {}
-        hashed, problems = [], []
-        for name, facts in self.manifest.files.items():
-            path = self.file(name)
-            if not path.is_file():
-                problems.append(f"{name} is missing")
-                continue
-            status = path.stat()
-            stamp = [facts.sha256, status.st_size, status.st_mtime_ns]
-            if status.st_size != facts.size_bytes:
-                problems.append(f"{name} has {status.st_size} bytes instead of {facts.size_bytes}")
-            elif known.get(name) != stamp:
-                hashed.append(name)
-                if sha256_of(path) != facts.sha256:
-                    problems.append(f"{name} was altered (its sha256 differs)")
-            stamps[name] = stamp
+        paths = {name: self.file(name) for name in self.manifest.files}
+        problems, stamps = compare_files(paths, self.manifest.files, known)
+        hashed = [name for name, stamp in stamps.items() if known.get(name) != stamp]
         if problems:
             raise BundleError(f"{self.path}: " + "; ".join(problems) + ". Copy or build the bundle again.")
         if hashed:
@@ -375,6 +330,27 @@ def sha256_of(path: Path) -> str:
 def file_facts(root: Path, names: Iterable[str]) -> dict[str, FileFacts]:
     """Size and hash of the named files below `root`."""
     return {name: FileFacts((root / name).stat().st_size, sha256_of(root / name)) for name in sorted(names)}
+
+
+def compare_files(
+    paths: Mapping[str, Path], expected: Mapping[str, FileFacts], known: Mapping[str, Any]
+) -> tuple[list[str], dict[str, list[Any]]]:
+    """Compares files with what they should be: the problems in words, and a stamp for each file that is there.
+
+    A file whose stamp is in `known` has been hashed before and is not hashed again.
+    """
+    problems, stamps = [], {}
+    for name, facts in expected.items():
+        if not paths[name].is_file():
+            problems.append(f"{name} is missing")
+            continue
+        status = paths[name].stat()
+        stamps[name] = [facts.sha256, status.st_size, status.st_mtime_ns]
+        if status.st_size != facts.size_bytes:
+            problems.append(f"{name} is incomplete or altered ({status.st_size} bytes instead of {facts.size_bytes})")
+        elif known.get(name) != stamps[name] and sha256_of(paths[name]) != facts.sha256:
+            problems.append(f"{name} was altered (its sha256 differs)")
+    return problems, stamps
 
 
 def write_text_atomically(path: Path, text: str) -> None:

@@ -7,21 +7,17 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+from jinja2 import TemplateError, ext, nodes, parser, sandbox
 
 from dflash_runtime.errors import PromptError
 
 
-class _GenerationTag(jinja2.ext.Extension):
+class _GenerationTag(ext.Extension):
     """`{% generation %}` marks the assistant's words for training; for prompts its content just stays."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own spelling
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+    def parse(self, parser: parser.Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -30,18 +26,16 @@ class ChatTemplate:
     """A compiled template; it runs in a sandbox, as it comes with the checkpoint."""
 
     def __init__(self, source: str) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise PromptError(
-                f"The bundle's chat template is no valid Jinja: {error}. Use raw=True."
-            ) from error
+        except TemplateError as error:
+            raise PromptError(f"The bundle's chat template is no valid Jinja: {error}. Use raw=True.") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The prompt text, ending where the assistant's answer begins.
@@ -52,7 +46,7 @@ class ChatTemplate:
         fixed: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
             return self._template.render({**fixed, **variables, "messages": messages})
-        except (jinja2.TemplateError, TypeError) as error:
+        except (TemplateError, TypeError) as error:
             roles = [message.get("role") for message in messages]
             raise PromptError(
                 f"The chat template refuses messages of roles {roles}: {error}. Change them or use raw=True."
@@ -60,7 +54,7 @@ class ChatTemplate:
 
 
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise TemplateError(message)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

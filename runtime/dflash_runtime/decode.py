@@ -23,9 +23,7 @@ class Round(NamedTuple):
 def accept(proposed: Sequence[int], posterior: Sequence[int]) -> list[int]:
     """The greedy rule: keep proposals while they are what the target says, then add the target's own token.
 
-    Args:
-        proposed: b-1 drafted tokens.
-        posterior: The target's choice after each of the b block tokens.
+    `proposed` are the b-1 drafted tokens, `posterior` is the target's choice after each of the b block tokens.
     """
     accepted = 0
     while accepted < len(proposed) and proposed[accepted] == posterior[accepted]:
@@ -34,13 +32,8 @@ def accept(proposed: Sequence[int], posterior: Sequence[int]) -> list[int]:
 
 
 def decode(
-    backend: Backend,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    max_context_tokens: int,
-    stop_token_ids: Collection[int],
-    block_size_of: Callable[[int], int],
+    backend: Backend, prompt: Sequence[int], *, max_new_tokens: int, max_context_tokens: int,
+    stop_token_ids: Collection[int], block_size_of: Callable[[int], int],
 ) -> Generator[Round, None, None]:
     """Greedy decoding; the words are those of plain decoding whatever is proposed.
 
@@ -89,8 +82,5 @@ def decode(
 
 
 def _cut(tokens: list[int], room: int, stop_token_ids: Collection[int]) -> list[int]:
-    tokens = tokens[:room]
-    for i, token in enumerate(tokens):
-        if token in stop_token_ids:
-            return tokens[: i + 1]
-    return tokens
+    stop = next((i for i, token in enumerate(tokens) if token in stop_token_ids), len(tokens))
+    return tokens[: min(room, stop + 1)]

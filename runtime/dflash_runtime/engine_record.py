@@ -7,7 +7,7 @@ import json
 import typing
 from pathlib import Path
 
-from dflash_runtime.bundle import Bundle, FileFacts, decode, sha256_of, write_text_atomically
+from dflash_runtime.bundle import Bundle, FileFacts, compare_files, decode, write_text_atomically
 from dflash_runtime.errors import BundleError, EngineError
 
 ENGINE_SCHEMA_VERSION = 1
@@ -33,8 +33,7 @@ class EngineRecord:
 
     def write(self, folder: Path) -> None:
         """Writes the record into `folder`, last of all files, so that a record means a complete engine."""
-        text = json.dumps(dataclasses.asdict(self), indent=1)
-        write_text_atomically(folder / ENGINE_RECORD_NAME, text + "\n")
+        write_text_atomically(folder / ENGINE_RECORD_NAME, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
 def engine_folder(bundle: Bundle, backend: str) -> Path:
@@ -57,13 +56,12 @@ def open_engine(bundle: Bundle, backend: str) -> EngineRecord:
         data = json.loads(path.read_text(encoding="utf-8"))
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != ENGINE_SCHEMA_VERSION:
-            raise EngineError(
-                f"{path} has schema version {version}, this program reads {ENGINE_SCHEMA_VERSION}. {remedy}"
-            )
+            raise EngineError(f"{path} has schema {version}, this program reads {ENGINE_SCHEMA_VERSION}. {remedy}")
         record = typing.cast(EngineRecord, decode(EngineRecord, data, str(path)))
     except (ValueError, BundleError) as error:
         raise EngineError(f"{path} cannot be read: {error} {remedy}") from error
-    problems = _file_problems(folder, record) + _source_problems(bundle, record)
+    problems, _ = compare_files({name: folder / name for name in record.files}, record.files, {})
+    problems += _source_problems(bundle, record)
     if record.backend != backend:
         problems.append(f"it was made for {record.backend}, not {backend}")
     if problems:
@@ -71,31 +69,14 @@ def open_engine(bundle: Bundle, backend: str) -> EngineRecord:
     return record
 
 
-def _file_problems(folder: Path, record: EngineRecord) -> list[str]:
-    problems = []
-    for name, facts in record.files.items():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        if size is None:
-            problems.append(f"{name} is missing")
-        elif size != facts.size_bytes:
-            problems.append(f"{name} is incomplete ({size} bytes instead of {facts.size_bytes})")
-        elif sha256_of(path) != facts.sha256:
-            problems.append(f"{name} was altered (its sha256 differs)")
-    return problems
-
-
 def _source_problems(bundle: Bundle, record: EngineRecord) -> list[str]:
-    manifest = bundle.manifest
+    manifest, drafter = bundle.manifest, bundle.manifest.drafter
     graphs = [manifest.target.graph.file]
-    if manifest.drafter is not None:
-        graphs += [manifest.drafter.context_graph.file, manifest.drafter.graph.file]
-    problems = []
+    graphs += [drafter.context_graph.file, drafter.graph.file] if drafter is not None else []
+    problems = [f"it does not list {name}" for name in graphs if name not in record.files]
     for name in graphs:
         now = manifest.files[name].sha256 if name in manifest.files else "none"
         made_from = record.source.get(name, "none")
         if made_from != now:
             problems.append(f"it was made from {name} {made_from[:12]}, the bundle has {now[:12]}")
-        if name not in record.files:
-            problems.append(f"it does not list {name}")
     return problems

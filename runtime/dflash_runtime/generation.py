@@ -31,20 +31,14 @@ class GenerationConfig:
     """Block size of the n-th round, n from 0, instead of one size for all."""
 
     def check(self, manifest: Manifest) -> None:
-        """Refuses options that cannot be used with this bundle.
-
-        Raises:
-            PromptError: with the value and what would be right.
-        """
+        """Raises PromptError for the first option that cannot be used with this bundle."""
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
             raise PromptError(f"max_new_tokens is {self.max_new_tokens!r} and must be a whole number >= 1.")
         for option in ("plain", "raw"):
             if not isinstance(getattr(self, option), bool):
                 raise PromptError(f"{option} is {getattr(self, option)!r} and must be True or False.")
         if isinstance(self.stop_strings, str) or not all(isinstance(s, str) and s for s in self.stop_strings):
-            raise PromptError(
-                f"stop_strings is {self.stop_strings!r} and must be a list of texts, none empty."
-            )
+            raise PromptError(f"stop_strings is {self.stop_strings!r} and must be a list of texts, none empty.")
         check_ids("stop_token_ids", self.stop_token_ids or (), manifest.target.vocab_size)
         if self.template_args is not None and not isinstance(self.template_args, Mapping):
             raise PromptError(f"template_args is {self.template_args!r} and must map names to values.")
@@ -53,10 +47,8 @@ class GenerationConfig:
         if len(given) > 1:
             raise PromptError(f"{' and '.join(given)} contradict each other; give one of them.")
         if manifest.drafter is None and given and not self.plain:
-            raise PromptError(
-                f"{given[0]} is given, but the bundle has no drafter. Leave it out, or add a drafter with: "
-                "dflash-export add-drafter BUNDLE DRAFTER"
-            )
+            remedy = "Leave it out, or add a drafter with: dflash-export add-drafter BUNDLE DRAFTER"
+            raise PromptError(f"{given[0]} is given, but the bundle has no drafter. {remedy}")
         if self.block_size is not None:
             check_block_size("block_size", self.block_size, manifest)
 
@@ -89,9 +81,7 @@ def check_ids(name: str, ids: Sequence[Any], vocab_size: int) -> list[int]:
     """Returns token ids as Python integers, or raises PromptError naming the first that is none."""
     for i, token in enumerate(ids):
         if not _is_int(token) or not 0 <= token < vocab_size:
-            raise PromptError(
-                f"{name}[{i}] is {token!r}; this model's token ids go from 0 to {vocab_size - 1}."
-            )
+            raise PromptError(f"{name}[{i}] is {token!r}; this model's token ids go from 0 to {vocab_size - 1}.")
     return [int(token) for token in ids]
 
 

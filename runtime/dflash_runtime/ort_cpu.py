@@ -34,7 +34,8 @@ class OrtCpuBackend:
         self._position = np.zeros(1, np.int64)
         self._logit_rows = np.zeros(rows, np.int64)
         self._tokens = np.zeros((1, rows), np.int64)
-        self._taps = np.zeros((1, rows, _tap_width(manifest.target.graph)), np.float32)
+        (tap_width,) = (int(output.shape[-1]) for output in manifest.target.graph.outputs if output.name == "taps")
+        self._taps = np.zeros((1, rows, tap_width), np.float32)
         self._target_state = _allocate(manifest.target.graph.state, capacity)
         self._drafter_state: dict[str, Array] = {}
         opener = _Opener(bundle, record, threads)
@@ -83,16 +84,13 @@ class OrtCpuBackend:
     def close(self) -> None:
         """Frees sessions and buffers."""
         del self._target, self._context, self._drafter
-        self._target_state, self._drafter_state = {}, {}
+        self._target_state, self._drafter_state, self._weights = {}, {}, {}
 
     def _run_target(self, ids: Sequence[int], position: int, logit_rows: Sequence[int]) -> list[int]:
         count, wanted = len(ids), len(logit_rows)
         self._ids[0, :count], self._position[0], self._logit_rows[:wanted] = ids, position, logit_rows
-        inputs = {
-            "input_ids": self._ids[:, :count],
-            "position": self._position,
-            "logit_rows": self._logit_rows[:wanted],
-        }
+        inputs: dict[str, Array] = {"input_ids": self._ids[:, :count], "position": self._position}
+        inputs["logit_rows"] = self._logit_rows[:wanted]
         self._target.run(inputs, {"token_ids": self._tokens[:, :wanted], "taps": self._taps[:, :count]})
         found: list[int] = self._tokens[0, :wanted].tolist()
         self._not_finite |= min(found) < 0
@@ -121,9 +119,8 @@ class _Opener:
         options.log_severity_level = 3
         # Three sessions take turns: a pool that spins after its turn steals the cores from the next.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(self._bundle.path.resolve())
-        )
+        weights_root = str(self._bundle.path.resolve())
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", weights_root)
         if self._record.upcast:
             # Packing the matrices for speed would hold a second copy of what is widened already.
             options.add_session_config_entry("session.disable_prepacking", "1")
@@ -163,10 +160,8 @@ class _Graph:
         binding = self._session.io_binding()
         # Past and present are the same memory: rows are written in place and nothing is copied.
         for tensor in self._facts.state:
-            inputs, outputs = (
-                {**inputs, tensor.input: self._state[tensor.input]},
-                {**outputs, tensor.output: self._state[tensor.input]},
-            )
+            inputs = {**inputs, tensor.input: self._state[tensor.input]}
+            outputs = {**outputs, tensor.output: self._state[tensor.input]}
         for name, array in inputs.items():
             binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         for name, array in outputs.items():
@@ -174,20 +169,13 @@ class _Graph:
         return binding
 
 
-def _tap_width(target: GraphFacts) -> int:
-    (width,) = (output.shape[-1] for output in target.outputs if output.name == "taps")
-    return int(width)
-
-
 def _allocate(state: list[StateTensor], capacity: int) -> dict[str, Array]:
     """Zeroed buffers of `capacity` rows: memory is taken by the system only where rows are written."""
     buffers = {}
     for tensor in state:
         if tensor.kind not in _KINDS:
-            raise EngineError(
-                f"State {tensor.input} is of kind {tensor.kind!r}, ort-cpu keeps {' and '.join(_KINDS)}. "
-                "Update dflash-export."
-            )
+            kinds = " and ".join(_KINDS)
+            raise EngineError(f"State {tensor.input} is of kind {tensor.kind!r}, ort-cpu keeps {kinds}. Update it.")
         shape = [{"B": 1, "T": capacity}[d] if isinstance(d, str) else d for d in tensor.shape]
         buffers[tensor.input] = np.zeros(shape, np.float32)
     return buffers

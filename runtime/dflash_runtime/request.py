@@ -18,26 +18,17 @@ class TextPieces(Iterator[str]):
     """Iterator over the text of a running request; `result` is there once it has ended."""
 
     def __init__(
-        self,
-        backend: Backend,
-        manifest: Manifest,
-        tokenizer: Tokenizer | None,
-        *,
-        prompt_ids: list[int],
-        config: GenerationConfig,
-        started_s: float,
+        self, backend: Backend, manifest: Manifest, tokenizer: Tokenizer | None,
+        *, prompt_ids: list[int], config: GenerationConfig, started_s: float,
     ) -> None:
         self._backend_name = backend.name
         self._prompt_token_count = len(prompt_ids)
         self._block_size = config.fixed_block_size(manifest)
         stop_ids = manifest.text.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
         self._rounds = decode(
-            backend,
-            prompt_ids,
-            max_new_tokens=config.max_new_tokens,
-            max_context_tokens=manifest.max_context_tokens,
-            stop_token_ids=frozenset(stop_ids),
-            block_size_of=config.block_size_of(manifest),
+            backend, prompt_ids,
+            max_new_tokens=config.max_new_tokens, max_context_tokens=manifest.max_context_tokens,
+            stop_token_ids=frozenset(stop_ids), block_size_of=config.block_size_of(manifest),
         )
         detokenize = (lambda ids: "") if tokenizer is None else tokenizer.decode
         self._text = TextStream(detokenize, config.stop_strings)
@@ -46,31 +37,24 @@ class TextPieces(Iterator[str]):
         self._decode_s = 0.0
         self._token_ids: list[int] = []
         self._pieces: list[str] = []
-        self._drafted: list[tuple[int, list[int]]] = []  # tokens committed and ids proposed, by round
+        self._acceptance_lengths: list[int] = []
+        self._proposed_ids: list[list[int]] = []
         self._finish_reason: str | None = None
         self._closed = False
 
     @property
     def result(self) -> GenerationResult:
-        """What the request produced.
-
-        Raises:
-            PromptError: the stream has not been read to its end.
-        """
+        """What the request produced; PromptError while the stream has not been read to its end."""
         if self._finish_reason is None:
             raise PromptError("The stream has not ended, so it has no result yet. Read it to its end first.")
         decoded = len(self._token_ids) - 1
         return GenerationResult(
-            text="".join(self._pieces),
-            token_ids=self._token_ids,
-            prompt_token_count=self._prompt_token_count,
-            finish_reason=self._finish_reason,
-            acceptance_lengths=[committed for committed, _ in self._drafted],
-            proposed_ids=[proposed for _, proposed in self._drafted],
+            text="".join(self._pieces), token_ids=self._token_ids,
+            prompt_token_count=self._prompt_token_count, finish_reason=self._finish_reason,
+            acceptance_lengths=self._acceptance_lengths, proposed_ids=self._proposed_ids,
             tokens_per_s=decoded / self._decode_s if decoded else 0.0,
             time_to_first_token_ms=self._first_token_s * 1000,
-            backend=self._backend_name,
-            block_size=self._block_size,
+            backend=self._backend_name, block_size=self._block_size,
         )
 
     def close(self) -> None:
@@ -114,6 +98,7 @@ class TextPieces(Iterator[str]):
             self._rounds.close()
         self._token_ids += done.committed[:taken]
         if done.proposed:
-            self._drafted.append((taken, done.proposed))
+            self._acceptance_lengths.append(taken)
+            self._proposed_ids.append(done.proposed)
         self._finish_reason = reason
         return text

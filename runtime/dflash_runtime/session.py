@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from dflash_runtime.backend import Backend, open_backend
@@ -33,12 +32,8 @@ class Session:
 
     @classmethod
     def open(
-        cls,
-        path: str | os.PathLike[str],
-        backend: str = "ort-cpu",
-        *,
-        threads: int | None = None,
-        prefill_chunk_tokens: int = 128,
+        cls, path: str | os.PathLike[str], backend: str = "ort-cpu",
+        *, threads: int | None = None, prefill_chunk_tokens: int = 128,
     ) -> Session:
         """Opens a bundle for generation.
 
@@ -50,12 +45,11 @@ class Session:
 
         Raises:
             BundleError: no bundle there, or a file is missing or altered.
-            BackendError: the backend is not available here.
+            BackendError: the backend is unknown or not available here, or an option of it is out of range.
             EngineError: the bundle has no usable engine for it.
         """
         bundle = Bundle.open(path)
-        tokenizer = Tokenizer.open(bundle)
-        return cls(bundle, open_backend(backend, bundle, threads, prefill_chunk_tokens), tokenizer)
+        return cls(bundle, open_backend(backend, bundle, threads, prefill_chunk_tokens), Tokenizer.open(bundle))
 
     def generate(self, prompt: Prompt, config: GenerationConfig | None = None) -> GenerationResult:
         """Runs one request to its end.
@@ -74,11 +68,7 @@ class Session:
         return pieces.result
 
     def stream(self, prompt: Prompt, config: GenerationConfig | None = None) -> TextPieces:
-        """Like `generate`, but gives the text piece by piece while it comes.
-
-        Returns:
-            An iterator of texts; once it has ended its `result` is what `generate` would have returned.
-        """
+        """Like `generate`, but gives the text piece by piece; the iterator's `result` is there once it has ended."""
         if self._closed:
             raise PromptError("The session is closed. Open another one with Session.open.")
         started = time.perf_counter()
@@ -90,12 +80,7 @@ class Session:
         if self._current is not None:
             self._current.close()
         self._current = TextPieces(
-            self._backend,
-            self.bundle.manifest,
-            self.tokenizer,
-            prompt_ids=ids,
-            config=config,
-            started_s=started,
+            self._backend, self.bundle.manifest, self.tokenizer, prompt_ids=ids, config=config, started_s=started
         )
         return self._current
 
@@ -108,9 +93,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _prompt_ids(self, prompt: Prompt, config: GenerationConfig) -> list[int]:
@@ -119,33 +102,27 @@ class Session:
         if isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping)):
             if tokenizer is None:
                 raise PromptError("The bundle has no tokenizer, so the prompt must be a list of token ids.")
-            if not isinstance(prompt, str) or (tokenizer.has_chat_template and not config.raw):
-                ids = tokenizer.encode_messages(_messages(prompt), config.template_args)
-            else:
+            if isinstance(prompt, str) and (config.raw or not tokenizer.has_chat_template):
                 ids = tokenizer.encode_text(prompt)
+            elif config.raw:
+                raise PromptError("raw is True, but the prompt is a list of messages. Leave raw out or give text.")
+            else:
+                ids = tokenizer.encode_messages(_messages(prompt), config.template_args)
         else:
             ids = list(prompt)  # type: ignore[arg-type]
         ids = check_ids("prompt", ids, manifest.target.vocab_size)
         if not ids:
             raise PromptError("The prompt has no tokens. Give at least one.")
         if len(ids) > manifest.max_context_tokens:
-            raise PromptError(
-                f"The prompt has {len(ids)} tokens, the context holds {manifest.max_context_tokens}. "
-                "Shorten the prompt or build the bundle with a larger --max-context."
-            )
+            remedy = "Shorten the prompt or build the bundle with a larger --max-context."
+            raise PromptError(f"The prompt has {len(ids)} tokens, the context {manifest.max_context_tokens}. {remedy}")
         return ids
 
 
 def _messages(prompt: Any) -> list[Mapping[str, Any]]:
-    """Messages of a prompt; a text alone is what the user says.
-
-    Raises:
-        PromptError: naming the first message that lacks a role.
-    """
+    """Messages of a prompt, checked; a text alone is what the user says."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise PromptError(
-                f'message {i} is {message!r}; it must be like {{"role": "user", "content": "..."}}.'
-            )
+            raise PromptError(f'message {i} is {message!r}; it must be like {{"role": "user", "content": "..."}}.')
     return messages

@@ -13,10 +13,8 @@ class TextStream:
     """Turns tokens into text piece by piece; the pieces joined are the text of all tokens.
 
     Decoding a token alone loses characters that span tokens and spaces that depend on the token before, and
-    decoding everything each time is quadratic. So a short window is decoded and the difference shown.
-
-    Attributes:
-        stopped: A stop string has been completed; nothing more will be shown.
+    decoding everything each time is quadratic. So a short window is decoded and the difference shown. Once a stop
+    string is complete, `stopped` is true and nothing more comes.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop_strings: Sequence[str] = ()) -> None:

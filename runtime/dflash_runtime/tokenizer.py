@@ -13,7 +13,6 @@ from dflash_runtime.bundle import Bundle
 from dflash_runtime.chat_template import ChatTemplate
 from dflash_runtime.errors import BundleError, PromptError
 
-TOKENIZER_FOLDER = "tokenizer"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -28,25 +27,21 @@ class Tokenizer:
         self._tokens.no_truncation()
         self._tokens.no_padding()
         settings = _read_json(folder / "tokenizer_config.json")
-        self._specials = {name: _content(settings[name]) for name in _SPECIAL_TOKENS if settings.get(name)}
+        specials = {name: settings[name] for name in _SPECIAL_TOKENS if settings.get(name)}
+        self._specials = {name: t["content"] if isinstance(t, dict) else t for name, t in specials.items()}
         self._bos_token_id = bos_token_id
         self._adds_bos = bos_token_id is not None and self._tokens.encode("a").ids[:1] == [bos_token_id]
         self._template_args = dict(template_args)
         source = _template_source(folder, settings)
         self._template = None if source is None else ChatTemplate(source)
+        self.has_chat_template = source is not None
 
     @classmethod
     def open(cls, bundle: Bundle) -> Tokenizer | None:
         """The bundle's tokenizer, or None where the bundle has none and speaks token ids only."""
-        folder, text = bundle.path / TOKENIZER_FOLDER, bundle.manifest.text
-        if not (folder / "tokenizer.json").is_file():
-            return None
-        return cls(folder, text.bos_token_id, text.template_args)
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether messages can be used."""
-        return self._template is not None
+        folder, text = bundle.path / "tokenizer", bundle.manifest.text
+        present = (folder / "tokenizer.json").is_file()
+        return cls(folder, text.bos_token_id, text.template_args) if present else None
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a text as it is, with the special tokens the tokenizer itself adds."""
@@ -58,9 +53,7 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a conversation through the chat template, ending where the assistant begins.
 
-        Args:
-            messages: Mappings with `role` and `content`.
-            template_args: Arguments for the template, over the bundle's own.
+        `template_args` go to the template, over the bundle's own.
 
         Raises:
             PromptError: no template, or it refuses the messages.
@@ -91,10 +84,6 @@ def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
             raise BundleError(f"{folder} has the chat templates {sorted(named)} and none named 'default'.")
         template = named["default"]
     return template
-
-
-def _content(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _read_json(path: Path) -> dict[str, Any]:

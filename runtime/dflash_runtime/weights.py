@@ -12,7 +12,7 @@ from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import BundleError
 
 # BF16 has no NumPy type: its bits are the upper half of a float32.
-_STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I64": np.int64, "BOOL": np.bool_}
+_STORED: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 class MappedWeights:
@@ -25,27 +25,21 @@ class MappedWeights:
             with bundle.file(name).open("rb") as stream:
                 self._files[name] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def stored(self, name: str) -> npt.NDArray[Any]:
-        """The weight as a read-only view of its file; BF16 comes as its raw uint16 bits.
+    def float32(self, name: str) -> npt.NDArray[Any]:
+        """The weight in float32, exactly: a read-only view where it is stored so, else a widened copy.
 
         Raises:
-            BundleError: no such weight, an unknown dtype, or sizes that contradict each other.
+            BundleError: no such weight, or a dtype that is not a floating-point one.
         """
         entry = self._entries.get(name)
         if entry is None or entry.dtype not in _STORED:
             what = "is not in the bundle" if entry is None else f"has dtype {entry.dtype}"
             raise BundleError(f"Weight {name!r} {what}. Copy or build the bundle again.")
-        dtype, count = np.dtype(_STORED[entry.dtype]), int(np.prod(entry.shape, dtype=np.int64))
-        if entry.length_bytes != count * dtype.itemsize:
-            raise BundleError(f"Weight {name!r} has {entry.length_bytes} bytes for {entry.shape} {entry.dtype}.")
-        return np.frombuffer(self._files[entry.file], dtype, count, entry.offset_bytes).reshape(entry.shape)
-
-    def float32(self, name: str) -> npt.NDArray[Any]:
-        """The weight in float32, exactly: a view where it is stored so, else a widened copy."""
-        stored = self.stored(name)
-        if self._entries[name].dtype == "BF16":
-            return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return stored.astype(np.float32, copy=False)
+        count = int(np.prod(entry.shape, dtype=np.int64))
+        stored = np.frombuffer(self._files[entry.file], _STORED[entry.dtype], count, entry.offset_bytes)
+        if entry.dtype == "BF16":
+            stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return stored.astype(np.float32, copy=False).reshape(entry.shape)
 
     def drop_pages(self) -> None:
         """Gives back the memory of what has been read so far; it is read again where it is needed."""

@@ -31,7 +31,7 @@ def test_another_provider_than_asked_for(tiny: Path, monkeypatch: pytest.MonkeyP
     import onnxruntime as ort
 
     monkeypatch.setattr(ort.InferenceSession, "get_providers", lambda self: ["AzureExecutionProvider"])
-    with pytest.raises(BackendError, match="Asked .* CPUExecutionProvider, got .*Azure"):
+    with pytest.raises(BackendError, match=r"Asked .* CPUExecutionProvider, got .*Azure"):
         Session.open(tiny)
 
 

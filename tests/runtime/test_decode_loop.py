@@ -52,10 +52,7 @@ def test_accept(proposed: list[int], posterior: list[int], committed: list[int])
     assert accept(proposed, posterior) == committed
 
 
-@pytest.mark.parametrize(
-    ("errors_at", "expected"),
-    [((), [4, 4, 4, 4, 4, 4]), ((9, 14), [3, 4, 1, 4, 4, 4, 4])],
-)
+@pytest.mark.parametrize(("errors_at", "expected"), [((), [4, 4, 4, 4, 4, 4]), ((9, 14), [3, 4, 1, 4, 4, 4, 4])])
 def test_rounds_commit_what_the_script_says(errors_at: tuple[int, ...], expected: list[int]) -> None:
     rounds = run(ScriptedBackend(errors_at=errors_at), new=25)  # the prefill's token, then 24
     assert counts(rounds) == expected

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 import time
-from pathlib import Path
 
 import pytest
 from tiny_bundle import write_tokenizer

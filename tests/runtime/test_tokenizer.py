@@ -40,10 +40,7 @@ def test_no_bos_where_neither_wants_one(tmp_path: Path) -> None:
 
 
 def test_template_inside_the_config_and_in_a_list(tmp_path: Path) -> None:
-    for value in (
-        WITHOUT_BOS,
-        [{"name": "tool_use", "template": "no"}, {"name": "default", "template": WITHOUT_BOS}],
-    ):
+    for value in (WITHOUT_BOS, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": WITHOUT_BOS}]):
         write_tokenizer(tmp_path)
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
         assert Tokenizer(tmp_path, None, {}).encode_messages(HI) == [72, 73]
@@ -93,7 +90,11 @@ def test_templates_follow_hugging_face(source: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["{{ raise_exception('only user turns') }}", "{{ messages[0].__class__.__mro__[1].__subclasses__() }}", "{{ 1 + 'a' }}"],
+    [
+        "{{ raise_exception('only user turns') }}",
+        "{{ messages[0].__class__.__mro__[1].__subclasses__() }}",
+        "{{ 1 + 'a' }}",
+    ],
 )
 def test_templates_that_refuse(source: str) -> None:
     with pytest.raises(PromptError, match="roles"):

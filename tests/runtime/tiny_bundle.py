@@ -189,7 +189,9 @@ def _target_graph(sizes: Sizes, weights: dict[str, WeightEntry], path: Path, low
         layers.append(x)
     chosen = g.norm(g.op("Gather", x, wanted, axis=1))
     logits = g.linear(chosen, "embed", ["logits"])
-    spoiled = g.op("IsNaN", g.op("ReduceSum", g.op("Mul", logits, g.constant(0, np.float32)), g.constant([-1]), keepdims=0))
+    spoiled = g.op(
+        "IsNaN", g.op("ReduceSum", g.op("Mul", logits, g.constant(0, np.float32)), g.constant([-1]), keepdims=0)
+    )
     g.op("Where", spoiled, g.constant(-1), g.op("ArgMax", logits, axis=-1, keepdims=0), outputs=["token_ids"])
     g.op("Concat", *[layers[i] for i in sizes.taps], outputs=["taps"], axis=-1)
     g.io("outputs", "logits", "F32", ["B", "R", sizes.vocab])
@@ -227,10 +229,7 @@ def _drafter_graph(sizes: Sizes, weights: dict[str, WeightEntry], path: Path, lo
 
 def _weight_shapes(sizes: Sizes, drafter: bool) -> dict[str, tuple[int, ...]]:
     s = sizes
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed": (s.vocab, s.hidden),
-        "positions": (s.max_context + 256, s.hidden),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"embed": (s.vocab, s.hidden), "positions": (s.max_context + 256, s.hidden)}
     prefixes = [("target.", s.layers)] + ([("drafter.", s.drafter_layers)] if drafter else [])
     for prefix, layers in prefixes:
         for i in range(layers):
@@ -257,7 +256,9 @@ def _write_weights(sizes: Sizes, drafter: bool, root: Path, precision: str) -> d
     pieces, entries, at = [], {}, 0
     shapes = _weight_shapes(sizes, drafter)
     for name, shape in shapes.items():
-        value = random.standard_normal(shape, np.float32) * np.float32(1 if name == "positions" else min(0.3, shape[-1] ** -0.5))
+        value = random.standard_normal(shape, np.float32) * np.float32(
+            1 if name == "positions" else min(0.3, shape[-1] ** -0.5)
+        )
         if name == "embed" and sizes.likely_tokens:
             value[:FIRST_LIKELY] *= 0.02
             value[FIRST_LIKELY + sizes.likely_tokens :] *= 0.02
@@ -292,9 +293,7 @@ def write_tokenizer(folder: Path, *, adds_bos: bool = False, template: str | Non
     tk.decoder = tokenizers.decoders.ByteLevel()
     tk.add_special_tokens(["<bos>", "<eos>", "<|im_end|>"])
     if adds_bos:
-        tk.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<bos> $A", special_tokens=[("<bos>", BOS)]
-        )
+        tk.post_processor = tokenizers.processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     folder.mkdir(parents=True, exist_ok=True)
     tk.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}
