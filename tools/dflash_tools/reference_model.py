@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ class ReferenceModel:
     def __init__(self, folder: Path, threads: int | None = None) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
+        # `past_key_values` is the name every supported Transformers knows; the newest would rather have `cache`.
+        warnings.filterwarnings("ignore", message=".*past_key_values", category=FutureWarning)
         if threads is not None:
             torch.set_num_threads(threads)
         self._torch = torch
