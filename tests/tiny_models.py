@@ -57,8 +57,16 @@ def fill(tensors: dict[str, Tensor], seed: int = 0) -> None:
         tensor.copy_(noise)
 
 
-def write_target(path: Path, kind: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32,
-                 tokenizer: bool = True, max_shard_size: str = "5GB", **overrides: Any) -> PreTrainedConfig:
+def write_target(
+    path: Path,
+    kind: str = "qwen3",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: bool = True,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> PreTrainedConfig:
     """Writes a complete checkpoint folder of a small causal language model.
 
     Args:
@@ -104,11 +112,23 @@ def drafter_tensors(config: dict[str, Any], num_taps: int) -> dict[str, Tensor]:
     return tensors
 
 
-def drafter_config(*, hidden_size: int = 64, layers: int = 2, taps: tuple[int, ...] = (0, 2), block_size: int = 4,
-                   mask_token_id: int = 511, num_target_layers: int = 4, layer_types: list[str] | None = None,
-                   sliding_window: int | None = None, is_causal: bool | None = None, attention_bias: bool = False,
-                   rope_theta: float = 10000.0, rope_scaling: dict[str, Any] | None = None,
-                   spelling: str = "nested", **overrides: Any) -> dict[str, Any]:
+def drafter_config(
+    *,
+    hidden_size: int = 64,
+    layers: int = 2,
+    taps: tuple[int, ...] = (0, 2),
+    block_size: int = 4,
+    mask_token_id: int = 511,
+    num_target_layers: int = 4,
+    layer_types: list[str] | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    attention_bias: bool = False,
+    rope_theta: float = 10000.0,
+    rope_scaling: dict[str, Any] | None = None,
+    spelling: str = "nested",
+    **overrides: Any,
+) -> dict[str, Any]:
     """The content of a drafter's config.json.
 
     Args:
@@ -152,9 +172,15 @@ def drafter_config(*, hidden_size: int = 64, layers: int = 2, taps: tuple[int, .
     return {key: value for key, value in config.items() if key not in overrides or value is not None}
 
 
-def write_drafter(path: Path, target_config: PreTrainedConfig | None = None, *, seed: int = 1,
-                  dtype: torch.dtype = torch.float32, tensors: dict[str, Tensor] | None = None, **config_arguments: Any
-                  ) -> dict[str, Any]:
+def write_drafter(
+    path: Path,
+    target_config: PreTrainedConfig | None = None,
+    *,
+    seed: int = 1,
+    dtype: torch.dtype = torch.float32,
+    tensors: dict[str, Tensor] | None = None,
+    **config_arguments: Any,
+) -> dict[str, Any]:
     """Writes a drafter checkpoint as z-lab publishes them: config.json and model.safetensors.
 
     Args:

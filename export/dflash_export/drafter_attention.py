@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_runtime.errors import CheckpointError, UnsupportedModelError
+import torch
 from torch import Tensor
+
+from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CAUSAL_KEYS = ("is_causal", "causal", "dflash_query_causal")
@@ -30,12 +32,12 @@ class LayerAttention:
             key_positions: [S] or [..., 1, S]
         """
         distance = query_positions - key_positions
-        seen = distance >= 0 if self.causal else distance == distance
-        if self.window_tokens is not None:
-            seen = seen & (distance < self.window_tokens)
-            if not self.causal:
-                seen = seen & (distance > -self.window_tokens)
-        return seen
+        window = self.window_tokens
+        if self.causal:
+            return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        if window is None:
+            return torch.ones_like(distance, dtype=torch.bool)
+        return (distance < window) & (distance > -window)
 
 
 def read_layer_attention(
@@ -72,9 +74,7 @@ def read_layer_attention(
         raise CheckpointError(
             f"{where} has sliding layers and no window. Accepted keys: dflash_config.swa_window_size, sliding_window."
         )
-    return tuple(
-        LayerAttention(causals[i], window if sliding[i] else None) for i in range(num_layers)
-    )
+    return tuple(LayerAttention(causals[i], window if sliding[i] else None) for i in range(num_layers))
 
 
 def _layer_types(config: Mapping[str, Any], num_layers: int, where: str) -> list[str]:
@@ -110,10 +110,7 @@ def _window(config: Mapping[str, Any], nested: Mapping[str, Any], where: str) ->
 def _causal_for_all(config: Mapping[str, Any], nested: Mapping[str, Any], where: str) -> bool | None:
     places = (("", config), ("dflash_config.", nested))
     found = {
-        f"{prefix}{key}": place[key]
-        for prefix, place in places
-        for key in CAUSAL_KEYS
-        if place.get(key) is not None
+        f"{prefix}{key}": place[key] for prefix, place in places for key in CAUSAL_KEYS if place.get(key) is not None
     }
     if not found:
         return None

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.errors import CheckpointError, UnsupportedModelError
-
 from dflash_export.checkpoint import read_json
 from dflash_export.drafter_attention import LayerAttention, read_layer_attention
 from dflash_export.drafter_kinds import PLAIN_ARCHITECTURE, refuse_other_kinds
 from dflash_export.drafter_rope import read_rope_parameters, rope_frequencies
+from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 
 DEFAULT_BLOCK_SIZE = 16
 """What the authors' package takes when a config states none."""
@@ -93,7 +92,8 @@ def parse_drafter_config(config: Mapping[str, Any], where: str) -> DrafterConfig
     refuse_other_kinds(config, nested, where)
     keys = _Keys(config, nested, where)
     notes: list[str] = []
-    num_layers, hidden, heads = keys.count("num_hidden_layers"), keys.count("hidden_size"), keys.count("num_attention_heads")
+    num_layers, hidden = keys.count("num_hidden_layers"), keys.count("hidden_size")
+    heads = keys.count("num_attention_heads")
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModelError(f"{where}: hidden_act is {activation!r}; DFlash drafters use silu.")
@@ -209,9 +209,7 @@ def _target_layer_ids(keys: _Keys, notes: list[str]) -> tuple[int, ...]:
         )
     whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
     if not whole or not ids or min(ids) - shift < 0 or len(set(ids)) < len(ids):
-        raise CheckpointError(
-            f"{keys.where}: {key} is {ids!r}; it must list different layers, numbered from {shift}."
-        )
+        raise CheckpointError(f"{keys.where}: {key} is {ids!r}; it must list different layers, numbered from {shift}.")
     return tuple(i - shift for i in ids)
 
 

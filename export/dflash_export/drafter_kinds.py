@@ -79,7 +79,7 @@ def _kind_by_config(config: Mapping[str, Any], nested: Mapping[str, Any]) -> str
             "a drafter in the speculators format (speculators_model_type)",
         ),
         (projector not in (None, "dflash"), f"a {projector} drafter (dflash_config.projector_type)"),
-        (any(k in architectures for k in ("Domino", "DSpark", "JetSpec")), f"a drafter of another kind: {architectures}"),
+        (any(k in architectures for k in ("Domino", "DSpark", "JetSpec")), _EXTRA_HEADS),
         (bool(value("causal_head")), "a JetSpec drafter (causal_head)"),
         (bool(value("sample_from_anchor")), "a drafter whose anchor slot predicts too (sample_from_anchor)"),
         (model_type.startswith("muse_glimmer"), _MUSE),

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 from torch import Tensor
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 
 SUPPORTED_TYPES = ("default", "linear", "yarn", "llama3")
 
@@ -61,7 +62,9 @@ def _normalised(name: str, table: Any, where: str) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise CheckpointError(f"{where}: {name} is {table!r} where an object is expected.")
     if any(isinstance(value, dict) for value in table.values()):
-        raise UnsupportedModelError(f"{where}: {name} differs by layer type ({', '.join(table)}); one set is supported.")
+        raise UnsupportedModelError(
+            f"{where}: {name} differs by layer type ({', '.join(table)}), which is not supported."
+        )
     kinds = {table[key] for key in ("rope_type", "type") if key in table}
     if len(kinds) > 1:
         raise CheckpointError(f"{where}: {name} names two types, {' and '.join(sorted(map(str, kinds)))}. Keep one.")

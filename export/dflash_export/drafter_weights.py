@@ -1,0 +1,143 @@
+"""The drafter's tensors: which ones a config asks for, where they lie, and a drafter filled with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from dflash_export.drafter import Drafter
+from dflash_export.drafter_config import DrafterConfig
+from dflash_export.drafter_kinds import refuse_foreign_tensors
+from dflash_export.tensor_files import TensorPlace
+from dflash_export.weight_store import TORCH_DTYPES
+from dflash_runtime.errors import CheckpointError, UnsupportedModelError
+
+PREFIX = "drafter."
+"""Weights of the drafter's own are called this and their checkpoint name in the bundle."""
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterWeights:
+    """The drafter's own tensors, by the authors' names."""
+
+    places: dict[str, TensorPlace]
+    vocab_size: int
+
+    @property
+    def bundle_places(self) -> dict[str, TensorPlace]:
+        """The same by their names in the bundle."""
+        return {PREFIX + name: place for name, place in self.places.items()}
+
+    def table_names(self, target_embedding: str, target_head: str) -> tuple[str, str]:
+        """Bundle names of embedding and head: the drafter's own where it has them, else the target's."""
+        return (
+            PREFIX + EMBEDDING if EMBEDDING in self.places else target_embedding,
+            PREFIX + HEAD if HEAD in self.places else target_head,
+        )
+
+
+def drafter_shapes(config: DrafterConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Every parameter of a drafter, embedding and head included, with its shape."""
+    with torch.device("meta"):
+        drafter = Drafter(config, vocab_size)
+    return {name: tuple(parameter.shape) for name, parameter in drafter.named_parameters()}
+
+
+def match_drafter_weights(
+    config: DrafterConfig, places: Mapping[str, TensorPlace], vocab_size: int, where: str
+) -> DrafterWeights:
+    """Finds every tensor the config asks for, and accounts for every tensor of the checkpoint.
+
+    Args:
+        config: The drafter's facts.
+        places: What the checkpoint holds; names may start with `model.`.
+        vocab_size: Rows of the target's embedding.
+        where: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: tensors missing, left over, or of another shape; all are named.
+        UnsupportedModelError: tensors of another kind of drafter, or a head over part of the vocabulary.
+    """
+    found = {name.removeprefix("model."): place for name, place in places.items() if "rotary_emb." not in name}
+    if not found:
+        raise CheckpointError(f"{where} holds no tensors. Download the checkpoint again.")
+    refuse_foreign_tensors(found, where)
+    wanted = drafter_shapes(config, vocab_size)
+    for name in (EMBEDDING, HEAD):
+        if name not in found:
+            del wanted[name]
+        elif found[name].shape != wanted[name]:
+            raise UnsupportedModelError(
+                f"{where} holds {name} of shape {list(found[name].shape)} where the target's is {list(wanted[name])}: "
+                "a drafter with a reduced vocabulary. Only drafters over the whole vocabulary can be exported."
+            )
+    missing, left = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing:
+        raise CheckpointError(
+            f"{where} lacks {len(missing)} of {len(wanted)} tensors its config asks for: {', '.join(missing)}. "
+            "Download it again, or its config belongs to other weights."
+        )
+    if left:
+        raise CheckpointError(
+            f"{where} holds {len(left)} tensors its config does not ask for: {', '.join(left)}. "
+            "Its config belongs to other weights, or it is another kind of drafter."
+        )
+    wrong = [
+        f"{name} is {list(found[name].shape)} and should be {list(shape)}"
+        for name, shape in wanted.items()
+        if found[name].shape != shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{where} does not fit its config: {'; '.join(wrong)}.")
+    return DrafterWeights({name: found[name] for name in wanted}, vocab_size)
+
+
+def load_drafter(
+    config: DrafterConfig, weights: DrafterWeights, embedding: Tensor, head: Tensor, dtype: torch.dtype
+) -> Drafter:
+    """A drafter with real weights, for reference runs.
+
+    Args:
+        config: Its facts.
+        weights: Its own tensors.
+        embedding: The target's raw table [V, H], used unless the drafter has one of its own.
+        head: The target's output head [V, H], likewise.
+        dtype: Of all parameters.
+    """
+    with torch.device("meta"):
+        drafter = Drafter(config, weights.vocab_size)
+    borrowed = {EMBEDDING: embedding, HEAD: head}
+    for name in [name for name, _ in drafter.named_parameters()]:
+        place = weights.places.get(name)
+        tensor = borrowed[name] if place is None else read_tensor(place)
+        set_parameter(drafter, name, nn.Parameter(tensor.to(dtype), requires_grad=False))
+    return drafter.eval()
+
+
+def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Puts a parameter in the place of the one of that name."""
+    path, _, leaf = name.rpartition(".")
+    module.get_submodule(path).register_parameter(leaf, parameter)
+
+
+def read_tensor(place: TensorPlace) -> Tensor:
+    """One tensor of a safetensors file.
+
+    Raises:
+        CheckpointError: it is not of a plain floating-point dtype, or the file ends early.
+    """
+    dtype = TORCH_DTYPES.get(place.dtype)
+    if dtype is None:
+        raise CheckpointError(
+            f"{place.file} holds tensors of {place.dtype}; give a checkpoint in {', '.join(TORCH_DTYPES)}."
+        )
+    data = bytearray(place.length_bytes)
+    offset = 0
+    for piece in place.chunks():
+        data[offset : offset + len(piece)] = piece
+        offset += len(piece)
+    return torch.frombuffer(data, dtype=dtype).reshape(place.shape)
