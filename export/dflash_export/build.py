@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-from dflash_runtime.bundle import (
-    MANIFEST_NAME,
-    SCHEMA_VERSION,
-    FileFacts,
-    Manifest,
-    Provenance,
-    TapFacts,
-    TargetFacts,
-    WeightEntry,
-    file_facts,
-    write_text_atomically,
-)
-from dflash_runtime.errors import CheckpointError
 from transformers import PreTrainedConfig
 
+from dflash_export.catalog import CATALOG, drafter_template_args
 from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config
+from dflash_export.converted_places import convert_places
+from dflash_export.drafter_build import DrafterPlan, default_block_sizes, plan_drafter, trace_and_store_drafter
 from dflash_export.graph_facts import finish_interface
+from dflash_export.graph_files import write_graph
 from dflash_export.hollow_model import causal_lm_class
 from dflash_export.match_weights import match_weights, untie_if_stored_apart
 from dflash_export.rope_limits import exact_context_limit
@@ -40,12 +29,22 @@ from dflash_export.weight_store import (
     TORCH_DTYPES,
     Progress,
     StoredWeights,
-    attach_weights,
     store_weights,
 )
+from dflash_runtime.bundle import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    FileFacts,
+    Manifest,
+    Provenance,
+    TapFacts,
+    TargetFacts,
+    file_facts,
+    write_text_atomically,
+)
+from dflash_runtime.errors import CheckpointError, PairError
 
 DEFAULT_CONTEXT_TOKENS = 4096
-DEFAULT_BLOCK_SIZES = (4, 8, 16)
 TARGET_GRAPH = "target.onnx"
 TARGET_WEIGHTS = "weights/target.safetensors"
 
@@ -156,7 +155,7 @@ def trace_and_store_target(
         list(traced.parameters),
         traced.parameter_names,
         {name: shape for name, (_, shape) in traced.parameters.items()},
-        plan.checkpoint.places,
+        convert_places(traced.module, plan.checkpoint.places),
     )
     stored = store_weights(root, TARGET_WEIGHTS, plan.places, plan.weight_dtype, progress)
     if layer_ids is None:
@@ -189,19 +188,6 @@ def _target_facts(plan: TargetPlan, traced: TracedTarget) -> TargetFacts:
     )
 
 
-def write_graph(model: ir.Model, entries: dict[str, WeightEntry], root: Path, file: str) -> None:
-    """Writes one graph that refers to the bundle's weights, and has the ONNX checker read it.
-
-    Raises:
-        CheckpointError: a weight is missing or does not fit.
-    """
-    import onnx
-
-    attach_weights(model, entries, root)
-    ir.save(model, root / file)
-    onnx.checker.check_model(str(root / file))
-
-
 def describe(root: Path, manifest: Manifest, weight_facts: dict[str, FileFacts]) -> Manifest:
     """Adds size and hash of every file to a manifest and writes `bundle.json`.
 
@@ -229,23 +215,17 @@ def provenance() -> Provenance:
     return Provenance(importlib.metadata.version("dflash-export"), list(sys.argv), versions)
 
 
-def config_hash(path: Path) -> str:
-    """sha256 of a small file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def first_manifest(
-    plan: TargetPlan, root: Path, facts: TargetFacts, taps: TapFacts, stored: StoredWeights, options: BuildOptions
-) -> Manifest:
+def first_manifest(plan: BuildPlan, root: Path, facts: TargetFacts, taps: TapFacts, stored: StoredWeights) -> Manifest:
     """The manifest of a bundle that holds a target alone; text files are copied here."""
-    copy_text_files(plan.checkpoint.folder, root)
-    text, notes = read_text_facts(plan.checkpoint.folder, dict(options.template_args))
+    target = plan.target
+    copy_text_files(target.checkpoint.folder, root)
+    text, notes = read_text_facts(target.checkpoint.folder, plan.template_args())
     plan.notes.extend(notes)
     return Manifest(
         schema_version=SCHEMA_VERSION,
-        precision=plan.precision,
-        max_context_tokens=plan.max_context_tokens,
-        block_sizes=sorted(set(options.block_sizes)) or list(DEFAULT_BLOCK_SIZES),
+        precision=target.precision,
+        max_context_tokens=target.max_context_tokens,
+        block_sizes=plan.block_sizes,
         target=facts,
         drafter=None,
         taps=taps,
@@ -255,3 +235,84 @@ def first_manifest(
         checks=[],
         provenance=provenance(),
     )
+
+
+@dataclasses.dataclass
+class BuildPlan:
+    """A pair found and checked before any work."""
+
+    options: BuildOptions
+    target: TargetPlan
+    drafter: DrafterPlan | None
+    block_sizes: list[int]
+    notes: list[str]
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the bundle will take on disk, with room for graphs and checks."""
+        drafter = 0 if self.drafter is None else self.drafter.num_parameters * ITEM_BYTES[self.target.weight_dtype]
+        return self.target.weight_bytes + drafter + (64 << 20)
+
+    def template_args(self) -> dict[str, Any]:
+        """Chat template arguments: what the drafter was trained with, unless the user says otherwise."""
+        known = {} if self.drafter is None else drafter_template_args(self.drafter.checkpoint.source.id)
+        return {**known, **self.options.template_args}
+
+
+def plan_build(options: BuildOptions) -> BuildPlan:
+    """Finds target and drafter and refuses everything that cannot work, before any work.
+
+    Raises:
+        CheckpointError: not found, damaged, or options out of range.
+        UnsupportedModelError: a kind of model that cannot be exported.
+        PairError: target and drafter do not fit each other.
+    """
+    wrong = [b for b in options.block_sizes if b < 2]
+    if wrong:
+        raise CheckpointError(f"--block-size {wrong[0]} is no block: it is the anchor and at least one draft, so >= 2.")
+    entry = CATALOG.get(options.target.lower())
+    reference = options.drafter or (entry.drafter if entry else None)
+    target = plan_target(options)
+    drafter = None
+    if reference is not None:
+        drafter = plan_drafter(
+            reference, target.checkpoint.folder, target.config, options.block_sizes, options.local_files_only
+        )
+        target.max_context_tokens = _fit_drafter_context(target, drafter, options)
+        target.notes.extend(drafter.config.notes)
+    else:
+        why = f": {entry.note}" if entry and entry.note else ""
+        target.notes.append(f"no drafter{why}; the bundle decodes plainly until one is added with add-drafter")
+    sizes = sorted(set(options.block_sizes)) or default_block_sizes(drafter.config if drafter else None)
+    return BuildPlan(options, target, drafter, sizes, target.notes)
+
+
+def _fit_drafter_context(target: TargetPlan, drafter: DrafterPlan, options: BuildOptions) -> int:
+    limit = drafter.config.max_position_tokens
+    if limit is None or target.max_context_tokens <= limit:
+        return target.max_context_tokens
+    if options.max_context_tokens is not None:
+        raise PairError(
+            f"--max-context {options.max_context_tokens} exceeds {limit}, the drafter's max_position_embeddings. "
+            f"Give at most {limit}."
+        )
+    target.notes.append(f"the context is limited to {limit} tokens by the drafter's max_position_embeddings")
+    return limit
+
+
+def export_bundle(plan: BuildPlan, root: Path, progress: Progress) -> Manifest:
+    """Writes the portable bundle; it is complete but not yet checked.
+
+    Args:
+        plan: From `plan_build`.
+        root: Empty folder.
+        progress: Called with stage, done, total.
+    """
+    layer_ids = None if plan.drafter is None else list(plan.drafter.config.target_layer_ids)
+    facts, taps, stored = trace_and_store_target(plan.target, root, layer_ids, progress)
+    manifest = first_manifest(plan, root, facts, taps, stored)
+    known = {stored.file_name: stored.facts}
+    if plan.drafter is not None:
+        manifest, more = trace_and_store_drafter(plan.drafter, root, manifest, progress)
+        known |= more
+    return describe(root, manifest, known)

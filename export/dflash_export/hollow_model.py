@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from dflash_runtime.errors import UnsupportedModelError
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from dflash_export.trace_experts import EXPERTS_NAME
 from dflash_export.trace_hooks import ATTENTION_NAME
+from dflash_runtime.errors import UnsupportedModelError
 
 
 def make_hollow_model(config: PreTrainedConfig, dtype: torch.dtype, fake: FakeTensorMode) -> nn.Module:

@@ -11,7 +11,6 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from dflash_runtime.errors import DFlashError, UnsupportedModelError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
@@ -20,6 +19,7 @@ from dflash_export.graph_cleanup import clean_graph
 from dflash_export.hollow_model import decoder_layers, make_hollow_model
 from dflash_export.rope_limits import freeze_rope
 from dflash_export.trace_hooks import ONNX_OPSET, LayerState, RowsCache, TraceState, tracing
+from dflash_runtime.errors import DFlashError, UnsupportedModelError
 
 EXAMPLE_TOKENS = 5
 EXAMPLE_CAPACITY = 64
@@ -43,6 +43,8 @@ class TracedTarget:
     vocab_size: int
     num_parameters: int
     architecture: str
+    module: nn.Module
+    """The hollow module that was traced."""
 
 
 class _TargetForTrace(nn.Module):
@@ -134,6 +136,7 @@ def trace_target(config: PreTrainedConfig, dtype: torch.dtype) -> TracedTarget:
         vocab_size=parameters[head][1][0],
         num_parameters=sum(p.numel() for p in model.parameters()),
         architecture=type(model).__name__,
+        module=model,
     )
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
 from dflash_export.build import BuildOptions, plan_target, trace_and_store_target
 from dflash_export.graph_runner import Array, GraphRunner
 from dflash_export.parity import EXACT_TOLERANCE, deviation
 from dflash_export.reference_run import Step, TargetReference, quiet_transformers
 from dflash_runtime.bundle import TargetFacts
 from dflash_runtime.errors import DFlashError
-from transformers import AutoModelForCausalLM, PreTrainedConfig
-
 from dflash_tools.tiny_configs import tiny_config
 
 # (rows kept, new tokens): prefill, steps on a filled cache, roll-backs, one token, across a window of 16.

@@ -15,7 +15,12 @@ def as_markdown(verdicts: list[Verdict]) -> str:
         verdicts: In any order.
     """
     exact = sorted({verdict.model_type for verdict in verdicts if verdict.status == "exact"}, key=str.lower)
-    lines = [f"**{len(exact)} exact**: " + ", ".join(f"`{name}`" for name in exact), "", "| refused | why |", "|---|---|"]
+    lines = [
+        f"**{len(exact)} exact**: " + ", ".join(f"`{name}`" for name in exact),
+        "",
+        "| refused | why |",
+        "|---|---|",
+    ]
     groups: dict[str, set[str]] = defaultdict(set)
     for verdict in verdicts:
         if verdict.status != "exact":
