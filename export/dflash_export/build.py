@@ -56,7 +56,6 @@ class BuildOptions:
     target: str
     """Catalog name, Hugging Face id with `@revision`, or folder."""
     drafter: str | None = None
-    out: Path | None = None
     precision: str | None = None
     """fp32, fp16, bf16; None keeps the checkpoint's own."""
     block_sizes: tuple[int, ...] = ()

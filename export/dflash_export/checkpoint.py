@@ -9,12 +9,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.bundle import SourceFacts
-from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 from transformers import AutoConfig, PreTrainedConfig
 
 from dflash_export.catalog import CATALOG
 from dflash_export.tensor_files import TensorPlace, read_tensor_places
+from dflash_runtime.bundle import SourceFacts
+from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 
 _HUB_ID = re.compile(r"^(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from dflash_runtime.bundle import Manifest
 
 from dflash_export.reference_run import Array, Step, StepOutputs, TargetReference
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
+from dflash_runtime.bundle import Manifest
 
 GREEDY_TOKENS = 24
 _SEED = 20602
@@ -29,6 +29,8 @@ class TargetEvidence:
     prompts: list[list[int]]
     continuations: list[list[int]]
     """fp32 greedy continuation of each prompt."""
+    text_taps: Array
+    """[rows, K*H] taps of the first prompt with its continuation: a real context for the drafter."""
 
     def taps(self, outputs: StepOutputs, layer_ids: list[int]) -> Array:
         """Taps [S, K*H] of one call."""
@@ -69,7 +71,10 @@ def gather_target_evidence(folder: Path, manifest: Manifest, prompts: list[list[
     exact = [reference.run(step) for step in steps]
     room = max(1, min(GREEDY_TOKENS, manifest.max_context_tokens - max(len(p) for p in prompts)))
     continuations = [reference.greedy(prompt, room) for prompt in prompts]
-    return TargetEvidence(steps, exact, rounded, prompts, continuations)
+    reference.reset()
+    text = reference.run(Step(0, (prompts[0] + continuations[0])[: manifest.max_context_tokens]))
+    taps = np.concatenate([text.hidden[i] for i in manifest.taps.layer_ids], axis=-1)
+    return TargetEvidence(steps, exact, rounded, prompts, continuations, taps)
 
 
 def gate_prompts(tokenizer_file: Path, vocab_size: int) -> list[list[int]]:

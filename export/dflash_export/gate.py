@@ -5,50 +5,61 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import torch
 
 from dflash_export.build import BuildPlan
-from dflash_export.drafter_gate import check_drafter
+from dflash_export.drafter_gate import DrafterGate
 from dflash_export.evidence import TargetEvidence, gate_prompts, gather_target_evidence
 from dflash_export.layer_gate import LayerGate
 from dflash_export.parity import PrecisionPasses, check_target
-from dflash_export.weight_store import ITEM_BYTES, Progress
+from dflash_export.tensor_files import ITEM_BYTES
+from dflash_export.weight_store import Progress
 from dflash_runtime.bundle import CheckRow, Manifest
 
 MEMORY_FACTOR = 3.0
 """fp32 weights are held by ONNX Runtime mapped, folded and packed at the same time, measured at its peak."""
 
 
-class Gate:
-    """The parity gate of one build.
+def fits_memory(manifest: Manifest, wanted: str) -> bool:
+    """Whether the whole model can be run here: asked for, or its fp32 weights fit into free memory three times.
 
-    Attributes:
-        fits_memory: The whole model is checked.
-        evidence: PyTorch's outputs, there after `check` when `fits_memory`.
+    Args:
+        manifest: Of the bundle.
+        wanted: `full`, `layers` or `auto`.
     """
+    fp32_bytes = sum(e.length_bytes // ITEM_BYTES[e.dtype] * 4 for e in manifest.weights.values())
+    free: int = psutil.virtual_memory().available
+    return wanted == "full" or (wanted == "auto" and fp32_bytes * MEMORY_FACTOR < free)
 
-    evidence: TargetEvidence
 
-    def __init__(self, root: Path, manifest: Manifest, plan: BuildPlan, passes: PrecisionPasses) -> None:
-        self.root, self.manifest, self.plan, self.passes = root, manifest, plan, passes
-        fp32_bytes = sum(e.length_bytes // ITEM_BYTES[e.dtype] * 4 for e in manifest.weights.values())
-        wanted = plan.options.gate
-        free = psutil.virtual_memory().available
-        self.fits_memory = wanted == "full" or (wanted == "auto" and fp32_bytes * MEMORY_FACTOR < free)
+def check_portable(
+    root: Path, manifest: Manifest, plan: BuildPlan, passes: PrecisionPasses, progress: Progress
+) -> tuple[list[CheckRow], TargetEvidence | None]:
+    """The parity gate of one build: target and drafter graphs against PyTorch.
 
-    def check(self, progress: Progress) -> list[CheckRow]:
-        """All checks of the portable graphs, drafter included."""
-        plan, manifest = self.plan, self.manifest
-        folder = plan.target.checkpoint.folder
-        if self.fits_memory:
-            progress("check target", 0, 2)
-            prompts = gate_prompts(self.root / "tokenizer" / "tokenizer.json", manifest.target.vocab_size)
-            self.evidence = gather_target_evidence(folder, manifest, prompts)
-            progress("check target", 1, 2)
-            rows = check_target(self.root, manifest, self.evidence, self.passes)
-            progress("check target", 2, 2)
-        else:
-            gate = LayerGate(self.root, manifest, plan.target.config, plan.target.places, self.passes)
-            rows = gate.check(progress)
-        if manifest.drafter is not None:
-            rows += check_drafter(self.root, manifest, plan, self.passes, progress)
-        return rows
+    Args:
+        root: The bundle.
+        manifest: Its manifest.
+        plan: What was built.
+        passes: For half precision.
+        progress: Called with stage, done, total.
+
+    Returns:
+        The rows, and PyTorch's outputs where the whole model was run.
+    """
+    evidence = None
+    if fits_memory(manifest, plan.options.gate):
+        progress("check target", 0, 2)
+        prompts = gate_prompts(root / "tokenizer" / "tokenizer.json", manifest.target.vocab_size)
+        evidence = gather_target_evidence(plan.target.checkpoint.folder, manifest, prompts)
+        progress("check target", 1, 2)
+        rows = check_target(root, manifest, evidence, passes)
+        progress("check target", 2, 2)
+    else:
+        rows = LayerGate(root, manifest, plan.target.config, plan.target.places, passes).check(progress)
+    if plan.drafter is not None:
+        progress("check drafter", 0, 1)
+        taps = torch.from_numpy(evidence.text_taps)[None] if evidence is not None else None
+        rows += DrafterGate(root, manifest, plan.drafter, passes).check(taps)
+        progress("check drafter", 1, 1)
+    return rows, evidence

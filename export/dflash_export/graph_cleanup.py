@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
-from dflash_runtime.errors import UnsupportedModelError
 from onnxscript import optimizer
+
+from dflash_runtime.errors import UnsupportedModelError
 
 
 def clean_graph(model: ir.Model, weight_names: dict[str, str]) -> ir.Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+
 from dflash_runtime.bundle import GraphFacts, StateTensor, TensorFacts
 
 ROLLBACK_BY_LENGTH = "length"

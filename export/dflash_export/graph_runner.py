@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
+
 from dflash_runtime.bundle import GraphFacts
 
 Array = npt.NDArray[Any]

@@ -34,8 +34,14 @@ _SEED = 31
 class LayerGate:
     """Compares parts of `target.onnx` with the same parts in PyTorch."""
 
-    def __init__(self, root: Path, manifest: Manifest, config: PreTrainedConfig, places: dict[str, TensorPlace],
-                 passes: PrecisionPasses) -> None:
+    def __init__(
+        self,
+        root: Path,
+        manifest: Manifest,
+        config: PreTrainedConfig,
+        places: dict[str, TensorPlace],
+        passes: PrecisionPasses,
+    ) -> None:
         """Prepares; nothing is read yet.
 
         Args:
@@ -104,15 +110,18 @@ class LayerGate:
         for one, two in zip(half_out, expected, strict=True):
             for name, found, wanted in _layer_pairs(index, one, two):
                 allowed.add(name, deviation(found, wanted))
-        model = self.passes.emulate_half(self._part(
-            [f"hidden_states.{index}", f"past_key_values.{index}.key", f"past_key_values.{index}.value"],
-            [f"hidden_states.{index + 1}", f"present.{index}.key", f"present.{index}.value"],
-        ))
+        model = self.passes.emulate_half(
+            self._part(
+                [f"hidden_states.{index}", f"past_key_values.{index}.key", f"past_key_values.{index}.value"],
+                [f"hidden_states.{index + 1}", f"present.{index}.key", f"present.{index}.value"],
+            )
+        )
         runner = GraphRunner(serialise(model), self.root, self._facts(index), self._capacity())
         self._compare(index, runner, half_in, expected, rounded)
 
-    def _compare(self, index: int, runner: GraphRunner, entered: list[Array], expected: list[StepOutputs],
-                 worst: Worst) -> None:
+    def _compare(
+        self, index: int, runner: GraphRunner, entered: list[Array], expected: list[StepOutputs], worst: Worst
+    ) -> None:
         for step, residual, reference in zip(self.steps, entered, expected, strict=True):
             outputs = runner.run(**self._inputs(runner, step, {f"hidden_states.{index}": residual}))
             length = step.position + len(step.ids)
@@ -186,16 +195,22 @@ class LayerGate:
             worst = max(worst, deviation(found["logits"][0], expected))
         return worst
 
-    def _run_with_table(self, model: ir.Model, table_name: str, table: Array, inputs: dict[str, Array]
-                        ) -> dict[str, Array]:
+    def _run_with_table(
+        self, model: ir.Model, table_name: str, table: Array, inputs: dict[str, Array]
+    ) -> dict[str, Array]:
         """Runs a part in fp32 with some rows in place of a whole table."""
         half = self.manifest.precision != "fp32"
         model = self.passes.to_fp32(model) if half else model
         value = model.graph.initializers[table_name]
         value.shape = ir.Shape(table.shape)
         value.const_value = ir.ExternalTensor(
-            self.manifest.weights[table_name].file, 0, table.nbytes, ir.DataType.FLOAT, shape=ir.Shape(table.shape),
-            name=table_name, base_dir=self.root,
+            self.manifest.weights[table_name].file,
+            0,
+            table.nbytes,
+            ir.DataType.FLOAT,
+            shape=ir.Shape(table.shape),
+            name=table_name,
+            base_dir=self.root,
         )
         weights = {table_name: table}
         if half:

@@ -114,7 +114,10 @@ class LayerReference:
         start, stop, _ = (rows or slice(None)).indices(place.shape[0])
         row_bytes = math.prod(place.shape[1:]) * ITEM_BYTES[place.dtype]
         part = TensorPlace(
-            place.file, place.offset_bytes + start * row_bytes, (stop - start) * row_bytes, place.dtype,
+            place.file,
+            place.offset_bytes + start * row_bytes,
+            (stop - start) * row_bytes,
+            place.dtype,
             (stop - start, *place.shape[1:]),
         )
         data = bytearray().join(part.chunks())
@@ -125,9 +128,7 @@ class LayerReference:
         self._table().weight = nn.Parameter(table, requires_grad=False)
         self._head().weight = nn.Parameter(head, requires_grad=False)
 
-    def run_layer(
-        self, index: int, steps: list[Step], inputs: list[Tensor]
-    ) -> tuple[list[Array], list[StepOutputs]]:
+    def run_layer(self, index: int, steps: list[Step], inputs: list[Tensor]) -> tuple[list[Array], list[StepOutputs]]:
         """Runs one layer over calls with given residual streams, its cache cut to each call's position.
 
         Args:

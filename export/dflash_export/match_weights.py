@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from dflash_runtime.errors import CheckpointError
 from torch import nn
 from transformers import PreTrainedConfig
 
 from dflash_export.tensor_files import TensorPlace
+from dflash_runtime.errors import CheckpointError
 
 # Tables that older checkpoints carry and the model computes itself.
 _RECOMPUTED = re.compile(r"(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(masked_)?bias|attention\.bias)$")

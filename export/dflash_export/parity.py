@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-from dflash_runtime.bundle import CheckRow, GraphFacts, Manifest
-from dflash_runtime.errors import ParityError
 
 from dflash_export.deviation import Worst, deviation
 from dflash_export.evidence import TargetEvidence
 from dflash_export.graph_runner import Array, GraphRunner
 from dflash_export.reference_run import StepOutputs
 from dflash_export.weight_values import weights_as_float32
+from dflash_runtime.bundle import CheckRow, GraphFacts, Manifest
+from dflash_runtime.errors import ParityError
 
 EXACT_TOLERANCE = 1e-4
 """fp32 graph against fp32 PyTorch: measured 2e-5 on SmolLM2-135M; a planted fault gives 1e-2 and more."""

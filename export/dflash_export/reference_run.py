@@ -90,9 +90,7 @@ class TargetReference:
         tokens = {"input_ids": torch.tensor([step.ids])} if residual is None else {"inputs_embeds": residual}
         positions = torch.arange(step.position, step.position + len(step.ids))[None, :]
         try:
-            output = self.model(
-                position_ids=positions, use_cache=True, **tokens, **{self._cache_argument: self.cache}
-            )
+            output = self.model(position_ids=positions, use_cache=True, **tokens, **{self._cache_argument: self.cache})
         finally:
             for hook in hooks:
                 hook.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+
 from dflash_runtime.errors import PairError
 
 _HIDDEN_PREFIX = "hidden_states."

@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from dflash_export.checkpoint import read_json
 from dflash_runtime.bundle import TextFacts
 from dflash_runtime.errors import CheckpointError
-
-from dflash_export.checkpoint import read_json
 
 TOKENIZER_FOLDER = "tokenizer"
 _FILES = (

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from dflash_runtime.errors import UnsupportedModelError
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
+
+from dflash_runtime.errors import UnsupportedModelError
 
 # The name must not contain "flash": Transformers would look for a flash-attention kernel behind it.
 ATTENTION_NAME = "bundle_trace"

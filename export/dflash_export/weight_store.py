@@ -11,10 +11,10 @@ from pathlib import Path
 
 import onnx_ir as ir
 import torch
-from dflash_runtime.bundle import FileFacts, WeightEntry
-from dflash_runtime.errors import CheckpointError, OutputError
 
 from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
+from dflash_runtime.bundle import FileFacts, WeightEntry
+from dflash_runtime.errors import CheckpointError, OutputError
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PRECISIONS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import torch
-from dflash_runtime.bundle import Manifest, WeightEntry
 
 from dflash_export.weight_store import TORCH_DTYPES
+from dflash_runtime.bundle import Manifest, WeightEntry
 
 
 def weights_as_float32(root: Path, manifest: Manifest, model: ir.Model) -> dict[str, npt.NDArray[Any]]:

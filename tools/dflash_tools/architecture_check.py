@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from dflash_export.build import BuildOptions, plan_target, trace_and_store_target
 from dflash_export.graph_runner import Array, GraphRunner
-from dflash_export.parity import EXACT_TOLERANCE, deviation
+from dflash_export.deviation import deviation
 from dflash_export.reference_run import Step, TargetReference, quiet_transformers
 from dflash_runtime.bundle import TargetFacts
 from dflash_runtime.errors import DFlashError

@@ -1,0 +1,122 @@
+"""Gives a bundle its drafter later: the target is not traced again, its taps are chosen anew by a graph edit.
+
+The target's checkpoint is not needed either. Its graph keeps every layer's raw output under its name, its weights
+are in the bundle, and the checks of its build stay true: only which outputs are handed out changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from transformers import PreTrainedConfig
+
+from dflash_export.build import describe, provenance
+from dflash_export.catalog import drafter_template_args
+from dflash_export.drafter_build import DrafterPlan, default_block_sizes, plan_drafter, trace_and_store_drafter
+from dflash_export.graph_facts import finish_interface
+from dflash_export.graph_files import write_graph
+from dflash_export.taps import select_taps
+from dflash_export.text_files import TOKENIZER_FOLDER
+from dflash_export.weight_store import Progress
+from dflash_runtime.bundle import Bundle, FileFacts, Manifest, TapFacts
+from dflash_runtime.errors import PairError
+
+
+def plan_addition(
+    bundle: Bundle, drafter: str, block_sizes: tuple[int, ...] = (), local_files_only: bool = False
+) -> DrafterPlan:
+    """Checks that a drafter fits the bundle's target, before any work.
+
+    Args:
+        bundle: A bundle without a drafter, or with one that shall be replaced.
+        drafter: Catalog name, Hugging Face id, or folder.
+        block_sizes: Block sizes asked for.
+        local_files_only: Use the hub cache alone.
+
+    Raises:
+        CheckpointError: the drafter cannot be read.
+        PairError: it does not fit; both values are named.
+    """
+    manifest = bundle.manifest
+    target = manifest.target
+    config = PreTrainedConfig(
+        hidden_size=target.hidden_size, num_hidden_layers=target.num_layers, vocab_size=target.vocab_size
+    )
+    plan = plan_drafter(drafter, bundle.path / TOKENIZER_FOLDER, config, block_sizes, local_files_only)
+    limit = plan.config.max_position_tokens
+    if limit is not None and limit < manifest.max_context_tokens:
+        raise PairError(
+            f"the bundle's context is {manifest.max_context_tokens} tokens and the drafter was made for {limit} "
+            f"(max_position_embeddings). Build the bundle with --max-context {limit}."
+        )
+    return plan
+
+
+def write_with_drafter(
+    bundle: Bundle,
+    plan: DrafterPlan,
+    root: Path,
+    progress: Progress,
+    *,
+    block_sizes: tuple[int, ...] = (),
+    template_args: dict[str, Any] | None = None,
+) -> Manifest:
+    """Writes a new bundle that shares the old one's weights and adds the drafter.
+
+    Args:
+        bundle: The bundle without the drafter; it is only read.
+        plan: From `plan_addition`.
+        root: Empty folder on the same file system, so that weights are linked, not copied.
+        progress: Called with stage, done, total.
+        block_sizes: Block sizes asked for; empty for the drafter's own and the common smaller ones.
+        template_args: Over what is known of the drafter.
+    """
+    old = bundle.manifest
+    facts: dict[str, FileFacts] = {}
+    for name in old.files:
+        if name != old.target.graph.file and not _of_old_drafter(old, name):
+            _link(bundle.file(name), root / name)
+            facts[name] = old.files[name]
+    weights = {n: e for n, e in old.weights.items() if not n.startswith("drafter.")}
+    model = ir.load(bundle.file(old.target.graph.file))
+    taps = TapFacts(list(plan.config.target_layer_ids), "drafter")
+    select_taps(model, taps.layer_ids, old.target.hidden_size)
+    windows = [tensor.window_tokens for tensor in old.target.graph.state[0::2]]
+    graph = finish_interface(model, "target", old.target.graph.file, windows)
+    write_graph(model, weights, root, graph.file)
+    known = drafter_template_args(plan.checkpoint.source.id)
+    manifest = dataclasses.replace(
+        old,
+        block_sizes=sorted(set(block_sizes)) or default_block_sizes(plan.config),
+        target=dataclasses.replace(old.target, graph=graph),
+        drafter=None,
+        taps=taps,
+        text=dataclasses.replace(old.text, template_args={**known, **old.text.template_args, **(template_args or {})}),
+        weights=weights,
+        checks=[row for row in old.checks if row.stage in ("portable", "precision") and "draft" not in row.tensor],
+        provenance=provenance(),
+    )
+    manifest, more = trace_and_store_drafter(plan, root, manifest, progress)
+    return describe(root, manifest, facts | more)
+
+
+def _of_old_drafter(manifest: Manifest, name: str) -> bool:
+    if manifest.drafter is None:
+        return False
+    files = {manifest.drafter.graph.file, manifest.drafter.context_graph.file}
+    files |= {entry.file for weight, entry in manifest.weights.items() if weight.startswith("drafter.")}
+    return name in files
+
+
+def _link(source: Path, copy: Path) -> None:
+    """A hard link, or a copy where the file system has none."""
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, copy)
+    except OSError:
+        shutil.copyfile(source, copy)

@@ -1,0 +1,122 @@
+"""The drafter's part of a bundle: found and checked before any work, then traced, stored and described."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from dflash_export.checkpoint import Checkpoint, find_checkpoint
+from dflash_export.drafter_config import DrafterConfig, read_drafter_config
+from dflash_export.drafter_trace import DrafterTables, trace_context, trace_drafter
+from dflash_export.drafter_weights import DrafterWeights, match_drafter_weights
+from dflash_export.graph_facts import finish_interface
+from dflash_export.graph_files import write_graph
+from dflash_export.pair_check import check_pair, check_tokenizers
+from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES, Progress, store_weights
+from dflash_runtime.bundle import DrafterFacts, FileFacts, Manifest
+
+CONTEXT_GRAPH = "drafter_context.onnx"
+DRAFTER_GRAPH = "drafter.onnx"
+DRAFTER_WEIGHTS = "weights/drafter.safetensors"
+COMMON_BLOCK_SIZES = (4, 8, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterPlan:
+    """A drafter found and checked against its target."""
+
+    checkpoint: Checkpoint
+    config: DrafterConfig
+    weights: DrafterWeights
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters the drafter brings itself."""
+        total = 0
+        for place in self.weights.places.values():
+            count = 1
+            for dimension in place.shape:
+                count *= dimension
+            total += count
+        return total
+
+
+def plan_drafter(
+    reference: str, target_folder: Path, target: PreTrainedConfig, block_sizes: tuple[int, ...], local_files_only: bool
+) -> DrafterPlan:
+    """Finds a drafter and refuses a pair that does not fit.
+
+    Args:
+        reference: Catalog name, Hugging Face id with `@revision`, or folder.
+        target_folder: The target's checkpoint, for its tokenizer.
+        target: The target's config.
+        block_sizes: Block sizes asked for.
+        local_files_only: Use the hub cache alone.
+
+    Raises:
+        CheckpointError: not found or damaged.
+        UnsupportedModelError: another kind of drafter.
+        PairError: it does not fit the target; both values are named.
+    """
+    checkpoint = find_checkpoint(reference, role="drafter", local_files_only=local_files_only)
+    config = read_drafter_config(checkpoint.folder)
+    check_pair(target, config, checkpoint.places, block_sizes=block_sizes)
+    check_tokenizers(target_folder, checkpoint.folder, config.mask_token_id)
+    vocab_size = int(target.get_text_config().vocab_size)
+    weights = match_drafter_weights(config, checkpoint.places, vocab_size, str(checkpoint.folder))
+    return DrafterPlan(checkpoint, config, weights)
+
+
+def default_block_sizes(drafter: DrafterConfig | None) -> list[int]:
+    """The drafter's own block size and the common smaller ones."""
+    if drafter is None:
+        return list(COMMON_BLOCK_SIZES)
+    return sorted({drafter.block_size, *(b for b in COMMON_BLOCK_SIZES if b < drafter.block_size)})
+
+
+def trace_and_store_drafter(
+    plan: DrafterPlan, root: Path, manifest: Manifest, progress: Progress
+) -> tuple[Manifest, dict[str, FileFacts]]:
+    """Adds a drafter's graphs and weights to a bundle under construction.
+
+    Args:
+        plan: The checked drafter.
+        root: Bundle folder.
+        manifest: The bundle so far, its taps already those of the drafter.
+        progress: Called with stage, done, total.
+
+    Returns:
+        The manifest with the drafter, and facts of the weight file.
+    """
+    dtype = PRECISIONS[manifest.precision]
+    target = manifest.target
+    embedding, head = plan.weights.table_names(target.embedding_weight, target.head_weight)
+    progress("trace drafter", 0, 2)
+    context = trace_context(plan.config, TORCH_DTYPES[dtype])
+    progress("trace drafter", 1, 2)
+    tables = DrafterTables(embedding, head, target.vocab_size)
+    draft = trace_drafter(plan.config, tables, TORCH_DTYPES[dtype])
+    progress("trace drafter", 2, 2)
+    stored = store_weights(root, DRAFTER_WEIGHTS, plan.weights.bundle_places, dtype, progress)
+    windows = plan.config.windows
+    context_facts = finish_interface(context, "drafter_context", CONTEXT_GRAPH, windows)
+    draft_facts = finish_interface(draft, "drafter", DRAFTER_GRAPH, windows)
+    entries = {**manifest.weights, **stored.entries}
+    write_graph(context, entries, root, CONTEXT_GRAPH)
+    write_graph(draft, entries, root, DRAFTER_GRAPH)
+    facts = DrafterFacts(
+        name=plan.checkpoint.name,
+        source=plan.checkpoint.source,
+        architecture=plan.config.architecture,
+        num_layers=plan.config.num_layers,
+        hidden_size=plan.config.hidden_size,
+        num_parameters=plan.num_parameters,
+        block_size=plan.config.block_size,
+        mask_token_id=plan.config.mask_token_id,
+        context_graph=context_facts,
+        graph=draft_facts,
+    )
+    manifest = dataclasses.replace(manifest, drafter=facts, weights=entries)
+    return manifest, {stored.file_name: stored.facts}
