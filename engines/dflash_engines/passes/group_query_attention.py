@@ -32,6 +32,7 @@ class GroupQueryAttentionPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """See the class."""
+        _read_capacity_from_past(model.graph)
         lengths: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
         fused = 0
         for attention in find_cached_attention(model):
@@ -48,6 +49,14 @@ class GroupQueryAttentionPass(ir.passes.InPlacePass):
         left = [attention.layer for attention in find_cached_attention(model) if _fits(attention)]
         if left:
             raise ir.passes.PostconditionError(f"causal layers not lowered: {left}")
+
+
+def _read_capacity_from_past(graph: ir.Graph) -> None:
+    """A cache has the same shape before and after a write; read before it, the shape does not tie up the node."""
+    for node in graph:
+        scatter = made_by(node.inputs[0], "TensorScatter") if node.op_type == "Shape" else None
+        if scatter is not None:
+            node.replace_input_with(0, scatter.inputs[0])
 
 
 def _fits(attention: CachedAttention) -> bool:
