@@ -165,7 +165,7 @@ def test_attention_of_another_form_is_refused_by_layer() -> None:
     model = target_model()
     node = next(node for node in model.graph if node.op_type == "Attention")
     node.replace_input_with(6, None)
-    with pytest.raises(Exception, match="layer 0 does not read a preallocated cache"):
+    with pytest.raises(EngineError, match="layer 0 does not read a preallocated cache"):
         lower_model(model, "target")
 
 
