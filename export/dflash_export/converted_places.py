@@ -108,7 +108,7 @@ def convert_places(model: nn.Module, places: Mapping[str, TensorPlace]) -> dict[
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    wanted = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    wanted = dict(model.state_dict(keep_vars=True))
     rename = functools.partial(
         rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=wanted
     )

@@ -33,7 +33,7 @@ def clean_graph(model: ir.Model, weight_names: dict[str, str]) -> ir.Model:
         passes.IdentityEliminationPass(),
         passes.CommonSubexpressionEliminationPass(),
         passes.RemoveUnusedNodesPass(),
-        passes.RemoveUnusedFunctionsPass(),
+        passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
         passes.RemoveUnusedOpsetsPass(),
     ):
         tidy(model)

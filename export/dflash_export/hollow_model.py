@@ -16,17 +16,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from dflash_export.trace_experts import EXPERTS_NAME
-from dflash_export.trace_hooks import ATTENTION_NAME
 from dflash_runtime.errors import UnsupportedModelError
 
 
-def make_hollow_model(config: PreTrainedConfig, dtype: torch.dtype, fake: FakeTensorMode) -> nn.Module:
+def make_hollow_model(
+    config: PreTrainedConfig, dtype: torch.dtype, fake: FakeTensorMode, attention: str
+) -> Any:
     """Builds the causal-LM class of a config with fake parameters and real buffers.
 
     Args:
         config: The target's configuration; it is copied.
         dtype: Dtype of the parameters.
         fake: The mode the parameters belong to.
+        attention: Attention implementation, by Transformers' name.
+
+    Returns:
+        A Transformers module.
 
     Raises:
         UnsupportedModelError: Transformers has no causal-LM class for the config.
@@ -35,7 +40,7 @@ def make_hollow_model(config: PreTrainedConfig, dtype: torch.dtype, fake: FakeTe
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with init_empty_weights(include_buffers=False):
-            model = _from_config(config, dtype)
+            model = _from_config(config, dtype, attention)
     model.eval()
     model.tie_weights()
     _adopt_stored_buffers(model)
@@ -86,18 +91,17 @@ def causal_lm_class(config: PreTrainedConfig) -> type[nn.Module]:
     return found
 
 
-def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def _from_config(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> Any:
     causal_lm_class(config)
     try:
         return AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION_NAME, experts_implementation=EXPERTS_NAME
+            config, dtype=dtype, attn_implementation=attention, experts_implementation=EXPERTS_NAME
         )
-    except ValueError as error:
-        if "attention" not in str(error):
+    except (KeyError, ValueError) as error:
+        if attention == "eager" or (attention not in str(error) and "attention" not in str(error)):
             raise
-        raise UnsupportedModelError(
-            f"model_type {config.model_type!r} has its own attention code, not Transformers' attention interface"
-        ) from error
+        # The class picks its attention from a table of its own.
+        return _from_config(config, dtype, "eager")
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:

@@ -17,6 +17,7 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 def freeze_rope(model: nn.Module) -> None:
     """Keeps every rotary module at the frequencies of its original range."""
+    module: Any
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str) and _is_length_dependent(kind):
@@ -36,9 +37,10 @@ def exact_context_limit(config: PreTrainedConfig) -> tuple[int, str] | None:
     limits = []
     for entry in entries:
         kind = str(entry.get("rope_type", "default"))
-        if _is_length_dependent(kind):
-            original = entry.get("original_max_position_embeddings") or config.max_position_embeddings
-            limits.append((int(original), kind))
+        if "longrope" in kind:  # the other set of factors beyond the length the model was first trained at
+            limits.append((int(entry["original_max_position_embeddings"]), kind))
+        elif _is_length_dependent(kind):  # NTK frequencies grow beyond the configured length
+            limits.append((int(config.max_position_embeddings), kind))
     return min(limits) if limits else None
 
 

@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
 from dflash_export.graph_cleanup import clean_graph
-from dflash_export.hollow_model import decoder_layers, make_hollow_model
+from dflash_export.hollow_model import causal_lm_class, decoder_layers, make_hollow_model
+from dflash_export.refusals import refuse_by_config, refuse_by_modules, refuse_own_attention
 from dflash_export.rope_limits import freeze_rope
-from dflash_export.trace_hooks import ONNX_OPSET, LayerState, RowsCache, TraceState, tracing
+from dflash_export.trace_hooks import ATTENTION_NAME, ONNX_OPSET, LayerState, RowsCache, TraceState, tracing
 from dflash_runtime.errors import DFlashError, UnsupportedModelError
 
 EXAMPLE_TOKENS = 5
@@ -111,13 +112,13 @@ def trace_target(config: PreTrainedConfig, dtype: torch.dtype) -> TracedTarget:
     Raises:
         UnsupportedModelError: the model has layers this exporter does not serve; the message names them.
     """
-    text_config = config.get_text_config()
+    with refusing_by_name(causal_lm_class(config).__name__):
+        refuse_by_config(config)
+    text_config = config.get_text_config(decoder=True)
     num_layers = int(text_config.num_hidden_layers)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    model = make_hollow_model(config, dtype, fake)
-    freeze_rope(model)
-    with refusing_by_name(type(model).__name__):
-        layers = _probe(model, num_layers, fake)
+    with refusing_by_name(causal_lm_class(config).__name__):
+        model, layers = _prepare(config, dtype, fake)
         program = _export(model, num_layers, layers, dtype, fake)
     names = _parameter_names(model)
     ir_model = clean_graph(program.model, {f"model.{name}": canonical for name, canonical in names.items()})
@@ -140,8 +141,29 @@ def trace_target(config: PreTrainedConfig, dtype: torch.dtype) -> TracedTarget:
     )
 
 
-def _probe(model: nn.Module, num_layers: int, fake: FakeTensorMode) -> list[LayerState]:
+def _prepare(config: PreTrainedConfig, dtype: torch.dtype, fake: FakeTensorMode) -> tuple[Any, list[LayerState]]:
+    """The hollow model and what a pass through it shows.
+
+    A model with attention code of its own is taken as it is: its elementary operations run over the whole capacity,
+    under masks that Transformers makes for its eager attention.
+    """
+    model = make_hollow_model(config, dtype, fake, ATTENTION_NAME)
+    refuse_by_modules(model)
+    freeze_rope(model)
+    layers = _probe(model, fake)
+    if all(layer.attention_calls == 1 for layer in layers):
+        return model, layers
+    if any(layer.attention_calls for layer in layers):
+        raise UnsupportedModelError("some of its layers do not call attention once per pass")
+    refuse_own_attention(config)
+    model = make_hollow_model(config, dtype, fake, "eager")
+    freeze_rope(model)
+    return model, _probe(model, fake)
+
+
+def _probe(model: Any, fake: FakeTensorMode) -> list[LayerState]:
     """A pass without data: the true shape of every layer's cache, and a refusal before any long work."""
+    num_layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
     with fake, torch.no_grad():
         position = torch.zeros(1, dtype=torch.long)
         state = TraceState(position, [LayerState() for _ in range(num_layers)])
@@ -151,12 +173,7 @@ def _probe(model: nn.Module, num_layers: int, fake: FakeTensorMode) -> list[Laye
             hidden, _ = run_model(model, num_layers, cache, ids, position, torch.zeros(1, dtype=torch.long))
     stateless = [i for i, layer in enumerate(state.layers) if layer.key_shape is None]
     if stateless:
-        raise UnsupportedModelError(
-            f"layers {stateless} keep no KV cache of their own (recurrent, linear-attention or shared-cache layers)"
-        )
-    silent = [i for i, layer in enumerate(state.layers) if layer.attention_calls != 1]
-    if silent:
-        raise UnsupportedModelError(f"layers {silent} do not use Transformers' attention interface once per pass")
+        raise UnsupportedModelError(f"layers {stateless} keep no KV cache of their own")
     if len(hidden) != num_layers + 1 or any(h.shape != hidden[0].shape for h in hidden):
         raise UnsupportedModelError("its layers do not hand on one residual stream")
     return state.layers
@@ -239,7 +256,7 @@ def _parameter_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _shared_tables(model: nn.Module, names: dict[str, str]) -> tuple[str, str]:
+def _shared_tables(model: Any, names: dict[str, str]) -> tuple[str, str]:
     """Names of the embedding table and the output head, which the drafter borrows."""
     by_id = {id(parameter): names[name] for name, parameter in model.named_parameters()}
     table = model.get_input_embeddings()

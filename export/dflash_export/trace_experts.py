@@ -7,14 +7,16 @@ the results: no copy of a weight, and a block of 16 tokens touches most experts 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.moe import ExpertsInterface
 
 EXPERTS_NAME = "bundle_trace"
 
 
-def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Weighted sum of the chosen experts.
 
     Args:
@@ -42,7 +44,8 @@ def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     weights = torch.where(chosen, top_k_weights[:, :, None], 0.0).sum(1)  # [N, experts]
     # A selection, not a product with 0: an expert that was not asked may overflow.
     picked = torch.where(chosen.any(1).T[:, :, None], outer * weights.T[:, :, None], 0.0)
-    return picked.sum(0).to(hidden_states.dtype)
+    total: Tensor = picked.sum(0).to(hidden_states.dtype)
+    return total
 
 
 def _linear(states: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

@@ -17,15 +17,22 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
+from dflash_export.sink_attention import attend_with_sinks
 from dflash_runtime.errors import UnsupportedModelError
 
 # The name must not contain "flash": Transformers would look for a flash-attention kernel behind it.
 ATTENTION_NAME = "bundle_trace"
 ONNX_OPSET = 24
 
+# What models pass along that does not change the result of attention once the mask is made.
 _IGNORED_ATTENTION_ARGUMENTS = frozenset(
-    ["position_ids", "use_cache", "cache", "cache_position", "past_key_values", "output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch", "training", "layer_idx", "is_decoder", "position_embeddings", "rotary_pos_emb", "target_dtype", "logits_to_keep", "enable_gqa", "head_mask", "window_size", "deterministic"]
-)
+    [
+        "cache", "cache_position", "deterministic", "enable_gqa", "head_mask", "is_causal", "is_decoder",
+        "layer_idx", "logits_to_keep", "num_items_in_batch", "output_attentions", "output_hidden_states",
+        "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "rotary_pos_emb",
+        "s_aux", "target_dtype", "training", "use_cache", "window_size"
+    ]
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -169,21 +176,28 @@ def _attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tenso
     causal = attention_mask is None or window is not None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     length = state.position + query.shape[2]
-    output = attend(
-        query, key, value, length=length, scale=scale, layer=layer_id, mask=attention_mask, causal=causal,
-        window_tokens=window, softcap=softcap or 0.0,
-    )
+    sinks = kwargs.get("s_aux")
+    if sinks is not None:
+        if softcap:
+            raise UnsupportedModelError(f"{type(module).__name__} has both attention sinks and a soft cap")
+        output = attend_with_sinks(
+            query, key, value, sinks, position=state.position, scale=scale, mask=attention_mask
+        )
+    else:
+        output = attend(
+            query, key, value, length=length, scale=scale, layer=layer_id, mask=attention_mask, causal=causal,
+            window_tokens=window, softcap=softcap or 0.0,
+        )
     return output.transpose(1, 2).contiguous(), None
 
 
 def _refuse_unknown_arguments(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     name = type(module).__name__
-    if kwargs.get("s_aux") is not None:
-        raise UnsupportedModelError(f"{name} uses attention sinks, which ONNX Attention does not have")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedModelError(f"{name} is not causal")
-    harmless = _IGNORED_ATTENTION_ARGUMENTS | {"s_aux", "is_causal"}
-    unknown = sorted(key for key, value in kwargs.items() if value is not None and key not in harmless)
+        raise UnsupportedModelError("its attention is not causal")
+    unknown = sorted(
+        key for key, value in kwargs.items() if value is not None and key not in _IGNORED_ATTENTION_ARGUMENTS
+    )
     if unknown:
         raise UnsupportedModelError(f"{name} passes attention arguments this exporter does not know: {unknown}")
 
@@ -195,7 +209,7 @@ def _mask(batch_size: int, q_length: Any, kv_length: Any, q_offset: Any = 0, kv_
     state = _active[-1]
     assert mask_function is not None
     parts = _parts(mask_function)
-    if parts == {"causal_mask_function"}:
+    if parts == {"causal_mask_function"} and kwargs.get("allow_is_causal_skip", True):
         return None
     rows = (state.position[:, None] + torch.arange(q_length)[None, :])[:, None, :, None]
     keys = torch.arange(kv_length)[None, None, None, :]

@@ -13,9 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from dflash_export.build import BuildOptions, plan_target, trace_and_store_target
-from dflash_export.graph_runner import Array, GraphRunner
 from dflash_export.deviation import deviation
+from dflash_export.graph_runner import Array, GraphRunner
+from dflash_export.parity import EXACT_TOLERANCE
 from dflash_export.reference_run import Step, TargetReference, quiet_transformers
+from dflash_export.refusals import refuse_by_config
 from dflash_runtime.bundle import TargetFacts
 from dflash_runtime.errors import DFlashError
 from dflash_tools.tiny_configs import tiny_config
@@ -55,7 +57,9 @@ def check_architecture(config_class: type[PreTrainedConfig]) -> Verdict:
     verdict = Verdict(config_class.__name__, model_class.__name__, config_class.model_type, "exact")
     try:
         with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
-            write_checkpoint(tiny_config(config_class), Path(folder) / "checkpoint")
+            config = tiny_config(config_class)
+            refuse_by_config(config)  # first, because PyTorch itself cannot make some of these models
+            write_checkpoint(config, Path(folder) / "checkpoint")
             deviations = compare(Path(folder) / "checkpoint", Path(folder) / "bundle")
         worst = max(deviations, key=lambda name: deviations[name])
         verdict = dataclasses.replace(verdict, worst=deviations[worst])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 # Sizes by the name of the field; a class that lacks a field is not given it.
 SIZES: dict[str, Any] = {
@@ -115,20 +115,58 @@ SIZES: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 
-# What a class needs beyond the sizes; None as a value leaves the field at its default.
-OVERRIDES: dict[str, dict[str, Any]] = {}
+# What a class needs beyond the sizes, or a sub-config of it ("Class.field"); None leaves a field at its default.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "BltConfig": {"encoder_hash_byte_group_vocab": 64},
+    "CohereCompassTextConfig": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": None,
+        },
+    },
+    "DbrxConfig": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "DeepseekV4Config": {"o_groups": 2, "o_lora_rank": 16},
+    "Dots1Config": {"n_shared_experts": 1},
+    "FalconH1Config": {"mamba_d_ssm": 128},
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]]},
+    "Gemma3nConfig.text_config": {"num_kv_shared_layers": 2},
+    "Gemma3nTextConfig": {"num_kv_shared_layers": 2},
+    "Gemma4AssistantConfig.text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
+    "Gemma4UnifiedAssistantConfig.text_config": {"hidden_size_per_layer_input": 0},
+    "GraniteConfig": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "InklingTextConfig": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 32},
+    "Inkling2LoopTextConfig": {"unpadded_vocab_size": 500, "swa_head_dim": 32},
+    "Inkling2TextConfig": {"unpadded_vocab_size": 500, "swa_head_dim": 32},
+    "KimiLinearConfig": {"linear_head_dim": 16, "linear_num_heads": 4},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2},
+    "LongcatFlashConfig": {"zero_expert_num": 2, "n_routed_experts": 6},
+    "RoCBertConfig": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
+    "ReformerConfig": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},
+    "XLMConfig": {"emb_dim": 64},
+    "ZayaConfig": {"num_experts_per_tok": 1},
+    "Zamba2Config": {"layer_types": ["mamba", "hybrid"] * 2},
+    "ZambaConfig": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba"]},
+}
 
 
 def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """A configuration of `config_class` small enough for a check in seconds.
+    """A configuration of `config_class` small enough for a check in seconds."""
+    return _tiny(config_class, {}, config_class.__name__)
 
-    Args:
-        config_class: Any configuration class of Transformers.
-    """
+
+def _tiny(config_class: type[PreTrainedConfig], defaults: dict[str, Any], key: str) -> PreTrainedConfig:
     fields = {field.name for field in dataclasses.fields(config_class)}
-    values: dict[str, Any] = {name: size for name, size in SIZES.items() if name in fields}
-    for name, sub_class in (getattr(config_class, "sub_configs", None) or {}).items():
-        if name in fields and hasattr(sub_class, "model_type"):
-            values[name] = tiny_config(sub_class)
-    values |= OVERRIDES.get(config_class.__name__, {})
+    values: dict[str, Any] = {**defaults, **{name: size for name, size in SIZES.items() if name in fields}}
+    if "kv_lora_rank" in fields:  # latent attention makes keys for every head
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    for name, default in (getattr(config_class, "sub_configs_defaults", None) or {}).items():
+        sub_class: Any = default.config_class
+        if sub_class is AutoConfig:
+            sub_class = CONFIG_MAPPING[default.model_type]
+        values[name] = _tiny(sub_class, default.init_kwargs or {}, f"{key}.{name}")
+    values |= OVERRIDES.get(config_class.__name__, {}) | OVERRIDES.get(key, {})
     return config_class(**{name: value for name, value in values.items() if value is not None})
