@@ -84,15 +84,17 @@ def _row_elements(shape: list[int | str]) -> int:
 
 
 def check_table(checks: list[CheckRow]) -> Iterator[str]:
-    """The parity table, one line a row."""
+    """The parity table, one line a row; a `"` stands for the words above it."""
     if not checks:
         yield "No check is recorded in this bundle."
         return
     rows = [("stage", "tensor", "worst", "tolerance", "", "covered")]
-    rows += [
-        (c.stage, c.tensor, f"{c.worst:.3g}", f"{c.tolerance:.3g}", "ok" if c.passed else "FAILED", c.covered)
-        for c in checks
-    ]
+    said = ""
+    for check in checks:
+        covered = '"' if check.covered == said else check.covered
+        said = check.covered
+        verdict = "ok" if check.passed else "FAILED"
+        rows.append((check.stage, check.tensor, f"{check.worst:.3g}", f"{check.tolerance:.3g}", verdict, covered))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)).rstrip()
