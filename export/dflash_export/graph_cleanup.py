@@ -38,8 +38,24 @@ def clean_graph(model: ir.Model, weight_names: dict[str, str]) -> ir.Model:
     ):
         tidy(model)
     _drop_weights(graph, lifted)
+    _strip_traces(model)
     _check(model, count_before)
     return model
+
+
+def _strip_traces(model: ir.Model) -> None:
+    """Removes what the tracer noted about its source files, which would carry paths of the building machine."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    values = [*model.graph.inputs, *model.graph.initializers.values()]
+    for node in model.graph:
+        node.doc_string = None
+        kept = {key: text for key, text in node.metadata_props.items() if key.startswith("dflash.")}
+        node.metadata_props.clear()
+        node.metadata_props.update(kept)
+        values.extend(node.outputs)
+    for value in values:
+        value.metadata_props.clear()
 
 
 def _lift_weights(graph: ir.Graph, weight_names: dict[str, str]) -> dict[str, ir.Value]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from dflash_engines.passes.retype_to_fp32 import RetypeToFp32Pass
+from dflash_engines.half_precision import to_fp32
 from dflash_export.deviation import Array, Worst, deviation
 from dflash_export.graph_runner import GraphRunner
 from dflash_runtime.bundle import Bundle, CheckRow, GraphFacts
@@ -118,7 +118,7 @@ def _weights(bundle: Bundle, model: ir.Model) -> dict[str, Array] | None:
 def _portable(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
     model = ir.load(bundle.file(facts.file))
     if bundle.manifest.precision != "fp32":
-        RetypeToFp32Pass()(model)
+        model = to_fp32(model)
     return _open(bundle, model, facts, calls)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dflash_engines.half_precision import emulate_half, to_fp32
 from dflash_engines.ort_cpu import lower_bundle
 from dflash_export.add_drafter import plan_addition, write_with_drafter
 from dflash_export.build import BuildOptions, export_bundle, plan_build
@@ -19,7 +20,6 @@ from dflash_export.staging import check_output_place, staged_folder
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle, CheckRow, Manifest, write_text_atomically
 from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.session import Session
-from dflash_tools.half_precision import emulate_half, to_fp32
 from dflash_tools.lowered_check import check_lowered
 
 Progress = Callable[[str, int, int], None]

@@ -115,6 +115,7 @@ SIZES: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 
+_GRANITE = {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
 # What a class needs beyond the sizes, or a sub-config of it ("Class.field"); None leaves a field at its default.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "BltConfig": {"encoder_hash_byte_group_vocab": 64},
@@ -126,7 +127,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "DbrxConfig": {
-        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2},
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "DeepseekV4Config": {"o_groups": 2, "o_lora_rank": 16},
@@ -137,11 +138,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Gemma3nTextConfig": {"num_kv_shared_layers": 2},
     "Gemma4AssistantConfig.text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
     "Gemma4UnifiedAssistantConfig.text_config": {"hidden_size_per_layer_input": 0},
-    "GraniteConfig": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "GraniteConfig": _GRANITE,
+    "GraniteMoeConfig": _GRANITE,
+    "GraniteMoeSWAConfig": _GRANITE,
+    "GraniteMoeSharedConfig": _GRANITE,
+    "GraniteSWAConfig": _GRANITE,
+    "HeliumConfig": {"head_dim": 16},
     "InklingTextConfig": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 32},
     "Inkling2LoopTextConfig": {"unpadded_vocab_size": 500, "swa_head_dim": 32},
     "Inkling2TextConfig": {"unpadded_vocab_size": 500, "swa_head_dim": 32},
     "KimiLinearConfig": {"linear_head_dim": 16, "linear_num_heads": 4},
+    "Lfm2Config": {"layer_types": ["conv", "full_attention"] * 2},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2},
     "LongcatFlashConfig": {"zero_expert_num": 2, "n_routed_experts": 6},
     "RoCBertConfig": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
