@@ -156,7 +156,10 @@ def trace_and_store_target(
         {name: shape for name, (_, shape) in traced.parameters.items()},
         convert_places(traced.module, plan.checkpoint.places),
     )
-    stored = store_weights(root, TARGET_WEIGHTS, plan.places, plan.weight_dtype, progress)
+    spelling = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+    own = TORCH_DTYPES[plan.weight_dtype]
+    islands = {name: spelling[dtype] for name, (dtype, _) in traced.parameters.items() if dtype != own}
+    stored = store_weights(root, TARGET_WEIGHTS, plan.places, plan.weight_dtype, progress, islands)
     if layer_ids is None:
         taps = TapFacts(default_target_layer_ids(traced.num_layers), "default")
     else:

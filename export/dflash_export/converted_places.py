@@ -45,8 +45,8 @@ class ConvertedPlace(TensorPlace):
 class _Conversion:
     """One use of one entry of Transformers' table: some checkpoint tensors become one or more of the model's."""
 
-    def __init__(self, converter: WeightConverter, target: str, config: Any) -> None:
-        self.converter, self.target, self.config = converter, target, config
+    def __init__(self, converter: WeightConverter, target: str, model: Any) -> None:
+        self.converter, self.target, self.model = converter, target, model
         self.sources: list[tuple[str, str, TensorPlace]] = []
         """Checkpoint name, the pattern it matched, place."""
 
@@ -60,7 +60,7 @@ class _Conversion:
         for name, pattern, place in self.sources:
             converter.add_tensor(self.target, name, pattern, _read(name, place, meta))
         try:
-            made: dict[str, Any] = converter.convert(self.target, config=self.config)
+            made: dict[str, Any] = converter.convert(self.target, model=self.model, config=self.model.config)
         except (RuntimeError, ValueError, KeyError, IndexError) as error:
             raise CheckpointError(
                 f"{self.target} cannot be put together from the {len(self.sources)} tensors of the checkpoint that "
@@ -124,7 +124,7 @@ def convert_places(model: nn.Module, places: Mapping[str, TensorPlace]) -> dict[
         elif pattern is None:
             found[renamed] = places[name]
         else:
-            conversion = conversions.setdefault(renamed, _Conversion(by_pattern[pattern], renamed, model.config))
+            conversion = conversions.setdefault(renamed, _Conversion(by_pattern[pattern], renamed, model))
             conversion.sources.append((name, pattern, places[name]))
     for conversion in conversions.values():
         found |= conversion.places()

@@ -110,9 +110,11 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     Raises:
         UnsupportedModelError: there is none.
     """
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = (get_decoder() if get_decoder is not None else None) or model  # a vision tower has a list of its own
     lists = [
         (name.count("."), name, module)
-        for name, module in model.named_modules()
+        for name, module in decoder.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == num_layers
     ]
     if not lists:

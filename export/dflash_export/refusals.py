@@ -11,6 +11,7 @@ from dflash_runtime.errors import UnsupportedModelError
 _STATEFUL = re.compile(r"linear|mamba|conv|recurrent|hybrid|moe_mamba|ssm|rwkv|lstm", re.IGNORECASE)
 _CROSS = re.compile(r"(^|\.)(encoder_attn|cross_?attn|cross_?attention|EncDecAttention)(\.|$)", re.IGNORECASE)
 
+_INDEXERS = ("index_topk", "index_topk_blocks", "indexer_budget")
 # Attention code of their own that was compared with PyTorch over a preallocated cache; others count keys by the
 # length of the cache, which here is its capacity.
 _PROVEN_OWN_ATTENTION = frozenset(["bloom", "falcon"])
@@ -41,6 +42,8 @@ def refuse_by_config(config: PreTrainedConfig) -> None:
             f"its layers of kind {', '.join(stateful)} keep a recurrent or convolutional state, which cannot be "
             "rolled back to an earlier token"
         )
+    if any(getattr(text, name, None) for name in _INDEXERS):
+        raise UnsupportedModelError("its attention reads only the keys an indexer picks (sparse attention)")
     shared = getattr(text, "num_kv_shared_layers", 0) or 0
     if shared:
         raise UnsupportedModelError("some of its layers read the KV cache of another layer (KV sharing)")

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from dflash_export.graph_cleanup import clean_graph
 from dflash_export.hollow_model import causal_lm_class, decoder_layers, make_hollow_model
+from dflash_export.real_rotary import make_rotary_real
 from dflash_export.refusals import refuse_by_config, refuse_by_modules, refuse_own_attention
 from dflash_export.rope_limits import freeze_rope
 from dflash_export.trace_hooks import ATTENTION_NAME, ONNX_OPSET, LayerState, RowsCache, TraceState, tracing
@@ -118,7 +119,7 @@ def trace_target(config: PreTrainedConfig, dtype: torch.dtype) -> TracedTarget:
     num_layers = int(text_config.num_hidden_layers)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with refusing_by_name(causal_lm_class(config).__name__):
-        model, layers = _prepare(config, dtype, fake)
+        model, layers = prepare_target(config, dtype, fake)
         program = _export(model, num_layers, layers, dtype, fake)
     names = _parameter_names(model)
     ir_model = clean_graph(program.model, {f"model.{name}": canonical for name, canonical in names.items()})
@@ -141,24 +142,32 @@ def trace_target(config: PreTrainedConfig, dtype: torch.dtype) -> TracedTarget:
     )
 
 
-def _prepare(config: PreTrainedConfig, dtype: torch.dtype, fake: FakeTensorMode) -> tuple[Any, list[LayerState]]:
-    """The hollow model and what a pass through it shows.
+def prepare_target(config: PreTrainedConfig, dtype: torch.dtype, fake: FakeTensorMode) -> tuple[Any, list[LayerState]]:
+    """The hollow model and what a pass through it shows of every layer.
 
     A model with attention code of its own is taken as it is: its elementary operations run over the whole capacity,
     under masks that Transformers makes for its eager attention.
     """
-    model = make_hollow_model(config, dtype, fake, ATTENTION_NAME)
+    model = _make_traceable(config, dtype, fake, ATTENTION_NAME)
     refuse_by_modules(model)
-    freeze_rope(model)
-    layers = _probe(model, fake)
-    if all(layer.attention_calls == 1 for layer in layers):
-        return model, layers
+    try:
+        layers = _probe(model, fake)
+    except (AttributeError, TypeError):  # code that expects a mask where the interface needs none
+        if not model._supports_attention_backend:
+            refuse_own_attention(config)
+        raise
     if any(layer.attention_calls for layer in layers):
-        raise UnsupportedModelError("some of its layers do not call attention once per pass")
+        return model, layers
     refuse_own_attention(config)
-    model = make_hollow_model(config, dtype, fake, "eager")
-    freeze_rope(model)
+    model = _make_traceable(config, dtype, fake, "eager")
     return model, _probe(model, fake)
+
+
+def _make_traceable(config: PreTrainedConfig, dtype: torch.dtype, fake: FakeTensorMode, attention: str) -> Any:
+    model = make_hollow_model(config, dtype, fake, attention)
+    freeze_rope(model)
+    make_rotary_real(model)
+    return model
 
 
 def _probe(model: Any, fake: FakeTensorMode) -> list[LayerState]:
@@ -236,16 +245,22 @@ def refusing_by_name(name: str) -> Iterator[None]:
     except DFlashError as error:
         raise type(error)(f"{name} cannot be exported: {error}.") from error
     except Exception as error:
-        cause: BaseException = error
-        while (inner := cause.__cause__ or cause.__context__) is not None:
-            if isinstance(cause, DFlashError):
-                break
-            cause = inner
-        detail = str(cause).strip().split("\n")[0][:300] or type(cause).__name__
-        raise UnsupportedModelError(
-            f"{name} cannot be exported: tracing it with a preallocated cache failed ({type(cause).__name__}: "
-            f"{detail})."
-        ) from error
+        chain: list[BaseException] = [error]
+        while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
+            chain.append(inner)
+        refused = next((link for link in chain if isinstance(link, DFlashError)), None)
+        if refused is not None:
+            raise type(refused)(f"{name} cannot be exported: {refused}.") from error
+        raise UnsupportedModelError(f"{name} cannot be exported: {_reason(chain[-1])}.") from error
+
+
+def _reason(cause: BaseException) -> str:
+    """What a failure of the tracer means for the model."""
+    kind = type(cause).__name__
+    if "DataDependent" in kind:
+        return "its code branches on the values of a tensor, which a static graph cannot"
+    detail = str(cause).strip().split("\n")[0][:300]
+    return f"tracing it with a preallocated cache failed ({kind}: {detail})"
 
 
 def _parameter_names(model: nn.Module) -> dict[str, str]:

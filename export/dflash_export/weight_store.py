@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import onnx_ir as ir
@@ -35,7 +35,12 @@ class StoredWeights:
 
 
 def store_weights(
-    root: Path, file_name: str, places: dict[str, TensorPlace], dtype: str, progress: Progress
+    root: Path,
+    file_name: str,
+    places: Mapping[str, TensorPlace],
+    dtype: str,
+    progress: Progress,
+    islands: Mapping[str, str] | None = None,
 ) -> StoredWeights:
     """Writes tensors into one safetensors file, converting on the way where the dtype differs.
 
@@ -47,6 +52,7 @@ def store_weights(
         places: Bundle name -> source tensor.
         dtype: F32, F16 or BF16.
         progress: Called with bytes done and bytes in all.
+        islands: Dtypes of the tensors the model keeps in another one, by bundle name.
 
     Raises:
         CheckpointError: a tensor is not a plain float, or a value does not fit the dtype.
@@ -55,15 +61,18 @@ def store_weights(
     entries: dict[str, WeightEntry] = {}
     header: dict[str, dict[str, object]] = {}
     offset = 0
+    dtypes = dict(islands or {})
+    places = {name: places[name] for name in (*dtypes, *(n for n in places if n not in dtypes))}  # wide ones aligned
+    dtypes |= {name: dtype for name in places if name not in dtypes}
     for name, place in places.items():
         if place.dtype not in TORCH_DTYPES:
             raise CheckpointError(
                 f"tensor {name} is stored as {place.dtype}: quantised checkpoints are not supported; "
                 "use the original half-precision one."
             )
-        length = math.prod(place.shape) * ITEM_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": list(place.shape), "data_offsets": [offset, offset + length]}
-        entries[name] = WeightEntry(file_name, offset, length, dtype, list(place.shape))
+        length = math.prod(place.shape) * ITEM_BYTES[dtypes[name]]
+        header[name] = {"dtype": dtypes[name], "shape": list(place.shape), "data_offsets": [offset, offset + length]}
+        entries[name] = WeightEntry(file_name, offset, length, dtypes[name], list(place.shape))
         offset += length
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 64 + 56)  # data starts at a multiple of 64 bytes
@@ -77,7 +86,7 @@ def store_weights(
                 stream.write(piece)
                 digest.update(piece)
             for name, place in places.items():
-                for piece in _converted(name, place, dtype):
+                for piece in _converted(name, place, dtypes[name]):
                     stream.write(piece)
                     digest.update(piece)
                     done += len(piece)

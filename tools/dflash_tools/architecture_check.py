@@ -88,6 +88,9 @@ def write_checkpoint(config: PreTrainedConfig, folder: Path) -> None:
                 tensor.copy_(0.2 * torch.randn(tensor.shape))
             else:  # around the value a fresh model has: 1 for a norm, 0 for a bias or a norm stored as 1 + w
                 tensor.add_(0.3 * torch.randn(tensor.shape))
+        for module in model.modules():  # as in trained models; some classes clear this row again when they load
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0
     model.save_pretrained(folder)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)  # a model may keep only a part of its config
