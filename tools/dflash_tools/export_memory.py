@@ -93,16 +93,21 @@ def main(model: Path | None, precision: str | None, backend: str, gate: str, as_
         argv += ["--out", str(Path(scratch) / "bundle"), "--backend", backend, "--gate", gate]
         argv += ["--precision", precision] if precision else []
         started = time.monotonic()
-        code, peak = run_and_watch(argv)
+        code, output, peak = run_and_watch(argv)
         seconds = time.monotonic() - started
         if code != 0:
-            raise DFlashError(f"The build of {model} ended with exit code {code}; its message is above.")
+            raise DFlashError(
+                f"The build of {model} ended with exit code {code} when it held {bytes_text(peak.resident_bytes)}; "
+                "its message is above. Minus 9 means that the system ran out of memory and ended it."
+            )
+        report = json.loads(output)
         weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     facts = {
         "model": model.name,
         "weight_bytes": weights,
         "peak_resident_bytes": peak.resident_bytes,
         "peak_anonymous_bytes": peak.anonymous_bytes,
+        "peak_reported_by_build_bytes": report["peak_memory_bytes"],
         "samples": peak.samples,
         "seconds": round(seconds, 1),
     }

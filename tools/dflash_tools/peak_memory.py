@@ -43,14 +43,14 @@ class TreePeak:
         self.samples += 1
 
 
-def run_and_watch(argv: Sequence[str]) -> tuple[int, TreePeak]:
+def run_and_watch(argv: Sequence[str]) -> tuple[int, str, TreePeak]:
     """Runs a command to its end, sampling the memory of its process tree (Linux).
 
     Returns:
-        Exit code and peaks.
+        Exit code, standard output, and peaks.
     """
     peak, ended = TreePeak(), threading.Event()
-    process = subprocess.Popen(argv)
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
 
     def watch() -> None:
         while not ended.wait(SAMPLE_INTERVAL_S):
@@ -59,11 +59,11 @@ def run_and_watch(argv: Sequence[str]) -> tuple[int, TreePeak]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        code = process.wait()
+        output, _ = process.communicate()
     finally:
         ended.set()
         watcher.join()
-    return code, peak
+    return process.returncode, output, peak
 
 
 def _tree(root_pid: int) -> list[int]:
