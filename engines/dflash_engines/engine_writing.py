@@ -68,7 +68,23 @@ def _record(bundle: Bundle, backend: str, folder: Path, names: list[str], versio
         backend=backend,
         source={name: bundle.manifest.files[name].sha256 for name in names},
         files=file_facts(folder, names),
+        folded_weights={name: _folded_weights(ir.load(folder / name).graph, bundle) for name in names},
         execution_precision=execution_precision,
         versions=versions,
         upcast=bundle.manifest.precision != execution_precision,
     )
+
+
+def _folded_weights(graph: ir.Graph, bundle: Bundle) -> list[str]:
+    """Weights read by a node that reads nothing but constants, which a backend computes once when it opens."""
+    found = set()
+    for node in graph:
+        inputs = [value for value in node.inputs if value is not None]
+        if all(_is_constant(value) for value in inputs):
+            found |= {str(value.name) for value in inputs if value.name in bundle.manifest.weights}
+    return sorted(found)
+
+
+def _is_constant(value: ir.Value) -> bool:
+    producer = value.producer()
+    return value.is_initializer() or (producer is not None and producer.op_type == "Constant")

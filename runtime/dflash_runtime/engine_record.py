@@ -24,6 +24,8 @@ class EngineRecord:
     """Portable graph file -> the sha256 it had when it was lowered."""
     files: dict[str, FileFacts]
     """The engine's own files, named relative to its folder."""
+    folded_weights: dict[str, list[str]]
+    """File -> weights from which its constants are computed when it is opened."""
     execution_precision: str
     """fp32, fp16 or bf16."""
     versions: dict[str, str]

@@ -124,6 +124,9 @@ class _Opener:
         if self._record.upcast:
             # Packing the matrices for speed would hold a second copy of what is widened already.
             options.add_session_config_entry("session.disable_prepacking", "1")
+            # Weights that constants are folded from must be there before the graph is optimised.
+            folded = self._record.folded_weights.get(file, [])
+            options.add_external_initializers(folded, [self.weights[n] for n in folded])
         for name, value in self.weights.items():
             options.add_initializer(name, value)
         path = engine_folder(self._bundle, self._record.backend) / file

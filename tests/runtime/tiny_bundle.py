@@ -320,7 +320,7 @@ def write_engine(root: Path, sizes: Sizes, *, upcast: bool = False) -> None:
     for name in graphs:
         makers[name](sizes, bundle.manifest.weights, folder / name, True)
     source = {name: bundle.manifest.files[name].sha256 for name in graphs}
-    EngineRecord(1, "ort-cpu", source, file_facts(folder, graphs), "fp32", {}, upcast).write(folder)
+    EngineRecord(1, "ort-cpu", source, file_facts(folder, graphs), {}, "fp32", {}, upcast).write(folder)
 
 
 TEMPLATE = (
