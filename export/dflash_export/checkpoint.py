@@ -16,7 +16,7 @@ from dflash_export.tensor_files import TensorPlace, read_tensor_places
 from dflash_runtime.bundle import SourceFacts
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 
-_HUB_ID = re.compile(r"^(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
+_HUB_ID = re.compile(r"^(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?$")
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
@@ -49,7 +49,7 @@ def find_checkpoint(reference: str, *, role: str, local_files_only: bool = False
             raise CheckpointError(f"the catalog knows no drafter for {reference}: {entry.note}.")
         reference = found
     folder = Path(reference).expanduser()
-    if folder.is_dir():
+    if reference and folder.is_dir():
         return _open(folder, folder.resolve().name, "folder", str(folder.resolve()), None)
     match = _HUB_ID.match(reference)
     if match is None or folder.exists():
