@@ -120,6 +120,16 @@ AUTHOR_PAIRS = [
 ]
 
 
+MAIN = Pair(
+    "main",
+    drafter={"layer_types": [SLIDING, FULL], "sliding_window": 16, "block_size": 16},
+    likely_tokens=3,
+    max_context_tokens=160,
+)
+"""The pair most tests share: windows, every block size, proposals accepted now and then."""
+HALF_PAIRS = [dataclasses.replace(MAIN, name=f"main-{p}", precision=p) for p in ("bf16", "fp16")]
+
+
 def quiet(stage: str, done: int, total: int) -> None:
     """A progress callback that shows nothing."""
 
