@@ -16,6 +16,7 @@ from dflash_export.graph_files import write_graph
 from dflash_export.pair_check import check_pair, check_tokenizers
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES, Progress, store_weights
 from dflash_runtime.bundle import DrafterFacts, FileFacts, Manifest
+from dflash_runtime.errors import PairError
 
 CONTEXT_GRAPH = "drafter_context.onnx"
 DRAFTER_GRAPH = "drafter.onnx"
@@ -89,10 +90,19 @@ def trace_and_store_drafter(
 
     Returns:
         The manifest with the drafter, and facts of the weight file.
+
+    Raises:
+        PairError: the target's head has a bias.
     """
     dtype = PRECISIONS[manifest.precision]
     target = manifest.target
     embedding, head = plan.weights.table_names(target.embedding_weight, target.head_weight)
+    bias = head.removesuffix("weight") + "bias"
+    if bias in manifest.weights:
+        raise PairError(
+            f"the target's output head has a bias ({bias}), and a drafter borrows the head's matrix alone, so its "
+            "proposals would be others than it was trained for. Export the target without a drafter."
+        )
     progress("trace drafter", 0, 2)
     context = trace_context(plan.config, TORCH_DTYPES[dtype])
     progress("trace drafter", 1, 2)

@@ -1,0 +1,20 @@
+"""A target whose head has a bias runs alone, and is refused a drafter that would borrow half a head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_models import write_drafter, write_target
+
+from dflash_export.build import BuildOptions, export_bundle, plan_build
+from dflash_runtime.errors import PairError
+
+
+def test_a_biased_head_cannot_be_borrowed(tmp_path: Path) -> None:
+    config = write_target(tmp_path / "t", "phi", num_key_value_heads=4, tie_word_embeddings=False)
+    write_drafter(tmp_path / "d", config, taps=(0, 1))
+    plan = plan_build(BuildOptions(str(tmp_path / "t"), str(tmp_path / "d")))
+    (tmp_path / "b").mkdir()
+    with pytest.raises(PairError, match=r"bias \(lm_head.bias\)"):
+        export_bundle(plan, tmp_path / "b", lambda *_: None)
