@@ -49,8 +49,7 @@ class DrafterGate:
         starts = sorted({1, 9, *(w - 3 for w in windows), *(w + 7 for w in windows)})
         limit = self.manifest.max_context_tokens
         rounds = [_Round(start + 2 * i, size) for start in starts for i, size in enumerate(sizes)]
-        rounds = sorted({r for r in rounds if r.rows <= limit}) or [_Round(1, sizes[0])]
-        return rounds
+        return sorted({r for r in rounds if r.rows <= limit}) or [_Round(1, sizes[0])]
 
     def check(self, taps: Tensor | None) -> list[CheckRow]:
         """All rounds, in fp32 and, for a half-precision bundle, in its own dtype.

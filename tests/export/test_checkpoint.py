@@ -72,7 +72,7 @@ def test_quantised_targets_are_refused_by_method(copy: Path) -> None:
 @pytest.mark.parametrize(("name", "text"), [("config.json", "{"), ("config.json", "[]")])
 def test_damaged_json_is_named(copy: Path, name: str, text: str) -> None:
     (copy / name).write_text(text)
-    with pytest.raises(CheckpointError, match="config.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         plan_target(BuildOptions(str(copy)))
 
 

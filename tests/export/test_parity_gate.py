@@ -47,9 +47,16 @@ class Built:
 
 def _build(folder: Path, precision: str) -> Built:
     config = write_target(
-        folder / "t", "qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=2, tie_word_embeddings=False
+        folder / "t",
+        "qwen3",
+        use_sliding_window=True,
+        sliding_window=16,
+        max_window_layers=2,
+        tie_word_embeddings=False,
     )
-    write_drafter(folder / "d", config, taps=TAPS, layer_types=["full_attention", "sliding_attention"], sliding_window=8)
+    write_drafter(
+        folder / "d", config, taps=TAPS, layer_types=["full_attention", "sliding_attention"], sliding_window=8
+    )
     plan = plan_build(BuildOptions(str(folder / "t"), str(folder / "d"), precision=precision))
     root = folder / "b"
     root.mkdir()

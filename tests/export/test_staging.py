@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ def test_success_moves_the_folder_and_replaces_an_older_bundle(tmp_path: Path) -
         with staged_folder(out) as root:
             (root / "bundle.json").write_text(text)
         assert (out / "bundle.json").read_text() == text
-    assert os.listdir(tmp_path) == [out.name]
+    assert [p.name for p in tmp_path.iterdir()] == [out.name]
 
 
 def test_failure_leaves_the_older_bundle_and_nothing_else(tmp_path: Path) -> None:
@@ -28,7 +27,7 @@ def test_failure_leaves_the_older_bundle_and_nothing_else(tmp_path: Path) -> Non
         (root / "bundle.json").write_text("half")
         raise ZeroDivisionError
     assert (out / "bundle.json").read_text() == "old"
-    assert os.listdir(tmp_path) == ["b"]
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
 
 
 def test_foreign_folders_files_and_small_disks_are_refused_before_work(tmp_path: Path) -> None:
@@ -43,7 +42,7 @@ def test_foreign_folders_files_and_small_disks_are_refused_before_work(tmp_path:
     with pytest.raises(OutputError, match=r"needs 1000000000\.00 GB"):
         check_output_place(tmp_path / "b", 10**18)
     check_output_place(tmp_path / "new" / "deep" / "b", 1)
-    assert sorted(os.listdir(tmp_path)) == ["mine"]
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_parent_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ def test_the_default_rule(sizes: tuple[int, int], expected: list[int]) -> None:
 @pytest.mark.parametrize("layers", range(1, 9))
 def test_small_targets_get_valid_unique_taps(layers: int) -> None:
     ids = default_target_layer_ids(layers)
-    assert ids == sorted(set(ids)) and 0 <= ids[0] and ids[-1] < layers
+    assert ids == sorted(set(ids))
+    assert min(ids) >= 0
+    assert max(ids) < layers
 
 
 def _graph(layers: int) -> ir.Model:

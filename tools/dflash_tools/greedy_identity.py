@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from dflash_runtime import DFlashError, GenerationConfig, GenerationResult, Session
+from dflash_tools.acceptance import mean_acceptance
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.human_eval_prompts import human_eval_prompts
 from dflash_tools.progress import ProgressLine
@@ -35,7 +36,8 @@ class Comparison:
     """Index of the first token that differs, None where all are the same."""
     margin: float | None
     """How far the reference's token leads the other one there, in logits; near 0 means a tie decided."""
-    mean_acceptance_length: float
+    acceptance_lengths: list[int]
+    """Tokens committed by each round, empty when plain."""
 
 
 @click.command(cls=DFlashCommand)
@@ -104,7 +106,7 @@ def _comparison(
     margin = None
     if place is not None and place < min(len(expected), len(found.token_ids)):
         margin = reference.margin([*ids, *expected[:place]], expected[place], found.token_ids[place])
-    return Comparison(prompt, mode, len(expected), place, margin, found.mean_acceptance_length)
+    return Comparison(prompt, mode, len(expected), place, margin, found.acceptance_lengths)
 
 
 def first_difference(one: Sequence[int], two: Sequence[int]) -> int | None:
@@ -121,11 +123,13 @@ def table(rows: Sequence[Comparison]) -> Iterable[str]:
         of_mode = [row for row in rows if row.mode == mode]
         same = sum(row.first_difference is None for row in of_mode)
         tokens = sum(row.tokens for row in of_mode)
-        acceptance = sum(row.mean_acceptance_length for row in of_mode) / len(of_mode)
-        yield (
-            f"{mode:<10} {same} of {len(of_mode)} prompts identical, {tokens} tokens, "
-            f"{acceptance:.2f} tokens a round (mean over requests)"
-        )
+        line = f"{mode:<10} {same} of {len(of_mode)} prompts identical, {tokens} tokens"
+        mean = mean_acceptance([row.acceptance_lengths for row in of_mode])
+        if mean is not None:
+            line += (
+                f", {mean.over_rounds:.2f} tokens a round (mean over rounds; over requests {mean.over_requests:.2f})"
+            )
+        yield line
     for row in rows:
         if row.first_difference is not None:
             where = f"prompt {row.prompt}, {row.mode}: token {row.first_difference} differs"
