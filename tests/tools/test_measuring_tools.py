@@ -58,8 +58,8 @@ def test_first_difference() -> None:
 
 def test_a_difference_is_told_with_its_margin() -> None:
     rows = [
-        greedy_identity.Comparison(0, "plain", 128, None, None, 1.0),
-        greedy_identity.Comparison(1, "plain", 128, 7, 0.0125, 1.0),
+        greedy_identity.Comparison(0, "plain", 128, None, None, []),
+        greedy_identity.Comparison(1, "plain", 128, 7, 0.0125, []),
     ]
     lines = list(greedy_identity.table(rows))
     assert "1 of 2 prompts identical, 256 tokens" in lines[0]
