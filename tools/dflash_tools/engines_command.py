@@ -31,4 +31,4 @@ def command(bundle: Path, backend: str, as_json: bool) -> None:
         return
     size = sum(facts.size_bytes for facts in record.files.values())
     click.echo(f"Lowered {len(record.files)} graphs for {backend} into {folder} ({bytes_text(size)}).")
-    click.echo(f"They execute in {record.execution_precision} on the bundle's own weights; nothing was copied.")
+    click.echo(f"They execute in {record.execution_precision}, on the weights of the bundle.")
