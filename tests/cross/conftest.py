@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from pairs import Pair, build_fully, export_quickly
 
 Make = Callable[[Pair], Path]
+Once = Callable[[str, Callable[[Path], object]], Path]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,28 +30,31 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _once(shared: Path, make: Callable[[Pair, Path], Path]) -> Make:
-    """Makes each pair one time, whichever worker comes first."""
+@pytest.fixture(scope="session")
+def once(shared_folder: Path) -> Once:
+    """(name, make) -> a folder that `make` filled one time, whichever worker came first. Treat it as read-only."""
 
-    def made(pair: Pair) -> Path:
-        folder = shared / f"{pair.name}-{make.__name__}"
-        with (shared / f".{folder.name}.lock").open("w") as lock:
+    def folder_of(name: str, make: Callable[[Path], object]) -> Path:
+        folder = shared_folder / name
+        with (shared_folder / f".{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "ready").exists():
-                make(pair, folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
                 (folder / "ready").touch()
-        return folder / "bundle"
+        return folder
 
-    return made
-
-
-@pytest.fixture(scope="session")
-def exported(shared_folder: Path) -> Make:
-    """Pair -> bundle, exported and lowered without the gate; its checkpoints lie beside it. Treat it as read-only."""
-    return _once(shared_folder, export_quickly)
+    return folder_of
 
 
 @pytest.fixture(scope="session")
-def built(shared_folder: Path) -> Make:
-    """Pair -> bundle of the whole build; its checkpoints lie beside it. Treat it as read-only."""
-    return _once(shared_folder, build_fully)
+def exported(once: Once) -> Make:
+    """Pair -> bundle, exported and lowered without the gate; its checkpoints lie beside it."""
+    return lambda pair: once(f"{pair.name}-exported", lambda folder: export_quickly(pair, folder)) / "bundle"
+
+
+@pytest.fixture(scope="session")
+def built(once: Once) -> Make:
+    """Pair -> bundle of the whole build; its checkpoints lie beside it."""
+    return lambda pair: once(f"{pair.name}-built", lambda folder: build_fully(pair, folder)) / "bundle"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from conftest import Make
+from conftest import Make, Once
 from pairs import MAIN, quiet
 
 from dflash_export.build import BuildOptions
@@ -32,26 +31,36 @@ def checkpoints(built: Make) -> Path:
 
 
 @pytest.fixture(scope="module")
-def target_alone(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target_alone(checkpoints: Path, once: Once) -> Path:
     """A bundle whose taps are the default rule's, and whose target's checkpoint is gone."""
-    folder = tmp_path_factory.mktemp("alone")
-    shutil.copytree(checkpoints / "target", folder / "target")
-    options = BuildOptions(str(folder / "target"), max_context_tokens=MAIN.max_context_tokens)
-    build(options, folder / "bundle", "ort-cpu", quiet)
-    shutil.rmtree(folder / "target")
-    return folder / "bundle"
+
+    def make(folder: Path) -> None:
+        shutil.copytree(checkpoints / "target", folder / "target")
+        options = BuildOptions(str(folder / "target"), max_context_tokens=MAIN.max_context_tokens)
+        build(options, folder / "bundle", "ort-cpu", quiet)
+        shutil.rmtree(folder / "target")
+
+    return once("target-alone", make) / "bundle"
 
 
 @pytest.fixture(scope="module")
-def completed(target_alone: Path, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def completed(target_alone: Path, checkpoints: Path, once: Once) -> Path:
     """The same bundle after add-drafter, which was not allowed to trace or read the target."""
-    copy = shutil.copytree(target_alone, tmp_path_factory.mktemp("completed") / "bundle")
-    with pytest.MonkeyPatch.context() as patch:
-        for place in ("dflash_export.build.trace_target", "dflash_export.evidence.TargetReference.load"):
-            patch.setattr(place, _not_again)
-        report = add_drafter(copy, str(checkpoints / "drafter"), "ort-cpu", quiet)
-    assert report.manifest == Bundle.open(copy).manifest
-    return copy
+
+    def make(folder: Path) -> None:
+        copy = shutil.copytree(target_alone, folder / "bundle")
+        with pytest.MonkeyPatch.context() as patch:
+            for place in ("dflash_export.build.trace_target", "dflash_export.evidence.TargetReference.load"):
+                patch.setattr(place, _not_again)
+            report = add_drafter(copy, str(checkpoints / "drafter"), "ort-cpu", quiet)
+        assert report.manifest == Bundle.open(copy).manifest
+
+    return once("completed", make) / "bundle"
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def _not_again(*args: Any, **options: Any) -> Any:
@@ -114,7 +123,7 @@ def test_a_second_drafter_replaces_the_first(completed: Path, checkpoints: Path,
     with Session.open(copy, threads=1) as session:
         plain = session.generate(PROMPTS[0], GenerationConfig(40, plain=True, stop_token_ids=[])).token_ids
         assert session.generate(PROMPTS[0], FREE).token_ids == plain
-    assert os.listdir(tmp_path / "b" / "weights") == os.listdir(completed / "weights")
+    assert contents(copy).keys() == contents(completed).keys()
 
 
 def _change(drafter: Path, **nested: Any) -> None:
@@ -129,28 +138,23 @@ def copy(target_alone: Path, tmp_path: Path) -> Path:
     return shutil.copytree(target_alone, tmp_path / "place" / "b")
 
 
-def contents(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 @pytest.mark.parametrize(
     ("nested", "error", "words"),
     [
         ({"target_layer_ids": [0, 5]}, PairError, r"\[0, 5\].*has 4"),
         ({"mask_token_id": 600}, PairError, "600.*512"),
         ({"target_layer_ids": [0]}, PairError, "128 values and 1 taps"),
-        ({"block_size": None}, DFlashError, ""),
+        ({"layers": "lost"}, CheckpointError, "no .*safetensors file"),
     ],
 )
 def test_a_drafter_that_does_not_fit_changes_nothing(
     copy: Path, checkpoints: Path, tmp_path: Path, nested: dict[str, Any], error: type[DFlashError], words: str
 ) -> None:
     drafter = shutil.copytree(checkpoints / "drafter", tmp_path / "drafter")
-    _change(drafter, **nested)
-    if nested == {"block_size": None}:
+    if nested == {"layers": "lost"}:
         (drafter / "model.safetensors").unlink()
-        error = CheckpointError
+    else:
+        _change(drafter, **nested)
     before = contents(copy.parent)
     with pytest.raises(error, match=words):
         add_drafter(copy, str(drafter), "ort-cpu", quiet)
