@@ -43,14 +43,14 @@ def make_hollow_model(
             model = _from_config(config, dtype, attention)
     model.eval()
     model.tie_weights()
-    _adopt_stored_buffers(model)
+    adopt_stored_buffers(model)
     islands = model._get_dtype_plan(dtype)
     replaced: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in replaced:
-                    kept = _island_dtype(f"{path}.{name}", islands)
+                    kept = island_dtype(f"{path}.{name}", islands)
                     with fake:
                         data = torch.empty(parameter.shape, dtype=kept or parameter.dtype, device="cpu")
                     replaced[id(parameter)] = nn.Parameter(data, requires_grad=False)
@@ -58,7 +58,7 @@ def make_hollow_model(
     return model
 
 
-def _adopt_stored_buffers(model: nn.Module) -> None:
+def adopt_stored_buffers(model: nn.Module) -> None:
     """Turns float buffers that are saved with the model, such as a router's correction, into parameters."""
     for module in model.modules():
         for name, buffer in list(module._buffers.items()):
@@ -68,7 +68,7 @@ def _adopt_stored_buffers(model: nn.Module) -> None:
                 module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
 
 
-def _island_dtype(name: str, islands: dict[str, torch.dtype]) -> torch.dtype | None:
+def island_dtype(name: str, islands: dict[str, torch.dtype]) -> torch.dtype | None:
     """Dtype in which Transformers keeps a parameter whatever the model's own is, by its table of name parts."""
     for part, dtype in islands.items():
         if re.search(rf"(^|\.){part}(\.|$)", name):

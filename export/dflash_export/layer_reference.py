@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
-from dflash_export.hollow_model import decoder_layers
+from dflash_export.converted_places import ConvertedPlace
+from dflash_export.hollow_model import adopt_stored_buffers, decoder_layers, island_dtype
 from dflash_export.reference_run import Array, Step, StepOutputs, TargetReference, quiet_transformers
 from dflash_export.rope_limits import freeze_rope
 from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
@@ -83,6 +84,8 @@ class LayerReference:
         with quiet_transformers(), init_empty_weights(include_buffers=False):
             self.model: Any = AutoModelForCausalLM.from_config(config, dtype=run_dtype, attn_implementation="eager")
         self.model.eval()
+        adopt_stored_buffers(self.model)
+        self._islands = self.model._get_dtype_plan(TORCH_DTYPES[stored_dtype])
         freeze_rope(self.model)
         self.num_layers = int(config.get_text_config().num_hidden_layers)
         self.places, self.stored_dtype, self.run_dtype = places, stored_dtype, run_dtype
@@ -112,6 +115,8 @@ class LayerReference:
         """A weight, or some of its rows, rounded as the bundle rounds it, in the dtype of the run."""
         place = self.places[name]
         start, stop, _ = (rows or slice(None)).indices(place.shape[0])
+        if isinstance(place, ConvertedPlace):
+            return self._rounded(name, place.tensor()[start:stop])
         row_bytes = math.prod(place.shape[1:]) * ITEM_BYTES[place.dtype]
         part = TensorPlace(
             place.file,
@@ -121,7 +126,12 @@ class LayerReference:
             (stop - start, *place.shape[1:]),
         )
         data = bytearray().join(part.chunks())
-        tensor = torch.frombuffer(data, dtype=TORCH_DTYPES[place.dtype]).view(part.shape)
+        return self._rounded(name, torch.frombuffer(data, dtype=TORCH_DTYPES[place.dtype]).view(part.shape))
+
+    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
+        island = island_dtype(name, self._islands)
+        if island is not None:
+            return tensor.to(island)
         return tensor.to(TORCH_DTYPES[self.stored_dtype]).to(self.run_dtype)
 
     def _set_tables(self, table: Tensor, head: Tensor) -> None:

@@ -49,7 +49,10 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 
 
 def _linear(states: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    product = states @ (weight if transposed else weight.transpose(1, 2))
+    if transposed:
+        product = states @ weight
+    else:  # turns the few states, not the big weight
+        product = (weight @ states.transpose(1, 2)).transpose(1, 2)
     return product if bias is None else product + bias[:, None, :]
 
 

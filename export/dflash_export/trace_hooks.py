@@ -57,6 +57,8 @@ class TraceState:
     masks: dict[int, int | None] = dataclasses.field(default_factory=dict)
     """id of a mask made here -> its window in tokens, None for any other pattern."""
     keep_alive: list[Tensor] = dataclasses.field(default_factory=list)
+    buffers: set[int] = dataclasses.field(default_factory=set)
+    """ids of the caches as this pass wrote them."""
 
 
 _active: list[TraceState] = []
@@ -86,7 +88,8 @@ def scatter_rows(past: Tensor, rows: Tensor, position: Tensor) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, length: Tensor, scale: float, layer: int,
-           mask: Tensor | None, causal: bool, window_tokens: int | None, softcap: float = 0.0) -> Tensor:
+           mask: Tensor | None, causal: bool, window_tokens: int | None, softcap: float = 0.0,
+           derived: bool = False) -> Tensor:
     """ONNX Attention-24 over a preallocated cache.
 
     Args:
@@ -100,6 +103,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, length: Tensor, scale: 
         causal: The pattern is causal; without a mask the node's own causal rule is used.
         window_tokens: The pattern's window, for the lowering passes.
         softcap: Logit soft cap of the scores, 0 for none.
+        derived: Keys or values are computed from the cache, not the cache itself: lowering leaves the node alone.
 
     Returns:
         [B, heads, S, Dv]
@@ -115,6 +119,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, length: Tensor, scale: 
         "dflash.causal": "1" if causal else "0",
         "dflash.window": "" if window_tokens is None else str(window_tokens),
     }
+    if derived:
+        metadata["dflash.derived"] = "1"
     shape = (B, heads, S, value.shape[-1])
     return symbolic("Attention", [query, key, value, mask, None, None, length], attributes, query, shape, metadata)
 
@@ -147,6 +153,7 @@ class RowsCache(Cache):  # type: ignore[misc]
             )
         present = self.present[layer_idx]
         assert present is not None
+        self.state.buffers |= {id(rows) for rows in present}
         return present
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
@@ -187,6 +194,7 @@ def _attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tenso
         output = attend(
             query, key, value, length=length, scale=scale, layer=layer_id, mask=attention_mask, causal=causal,
             window_tokens=window, softcap=softcap or 0.0,
+            derived=not {id(key), id(value)} <= state.buffers,
         )
     return output.transpose(1, 2).contiguous(), None
 

@@ -132,7 +132,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "DeepseekV4Config": {"o_groups": 2, "o_lora_rank": 16},
     "Dots1Config": {"n_shared_experts": 1},
-    "Dots3NoteConfig.vision_config": {"num_hidden_layers": None},
+    "Dots3NoteConfig.vision_config": {"num_hidden_layers": None, "hidden_size": None},
     "Dots3NoteConfig.text_config": {"layer_types": ["indexed_attention"] * 4, "index_topk": 8},
     "Dots3NoteTextConfig": {"layer_types": ["indexed_attention"] * 4, "index_topk": 8},
     "FalconH1Config": {"mamba_d_ssm": 128},

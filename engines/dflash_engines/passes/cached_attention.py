@@ -43,12 +43,16 @@ class CachedAttention:
 
 
 def find_cached_attention(model: ir.Model) -> list[CachedAttention]:
-    """All Attention nodes, in order.
+    """All Attention nodes that read a cache as it is, in order; those over keys derived from one are left alone.
 
     Raises:
         EngineError: an Attention node does not have the form of the graph contract.
     """
-    return [_read(node) for node in model.graph if node.op_type == "Attention" and node.domain == ""]
+    return [
+        _read(node)
+        for node in model.graph
+        if node.op_type == "Attention" and node.domain == "" and "dflash.derived" not in node.metadata_props
+    ]
 
 
 def _read(node: ir.Node) -> CachedAttention:
