@@ -3,8 +3,9 @@
     pip install onnxruntime-genai
     python -m dflash_tools.speed_plain BUNDLE --model FOLDER --threads 2
 
-The prompt is raw text that goes on for long: onnxruntime-genai bars stop tokens before the wanted length, the others
-do not, so a model that would stop here says other tokens there, and the table marks it. The engines take turns, so that a machine that slows down slows all of them; the median of the rounds is reported.
+The engines take turns, so that a machine that slows down slows all of them; the median of the rounds is reported.
+The prompt goes on for long: onnxruntime-genai bars stop tokens before the wanted length, the others do not, so where
+a model would stop, it says other tokens; the table marks that.
 """
 
 from __future__ import annotations
