@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,9 +13,12 @@ from pathlib import Path
 from dflash_runtime.bundle import MANIFEST_NAME
 from dflash_runtime.errors import OutputError
 
+_PARTIAL, _OLD = "partial", "old"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def check_output_place(out: Path, needed_bytes: int) -> None:
-    """Refuses an output place before any long work.
+    """Refuses an output place before any long work. What a killed build left there is removed.
 
     Args:
         out: Where the bundle shall lie.
@@ -22,6 +27,7 @@ def check_output_place(out: Path, needed_bytes: int) -> None:
     Raises:
         OutputError: something else is there, the parent is not writable, or there is too little room.
     """
+    _clear_leftovers(out.absolute())
     if out.exists() and not (out / MANIFEST_NAME).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise OutputError(f"{out} exists and is not a bundle. Choose another --out, or remove it.")
     parent = out.absolute().parent
@@ -44,32 +50,87 @@ def staged_folder(out: Path) -> Iterator[Path]:
     """Yields an empty folder beside `out`; on success it takes the place of `out`, on failure it vanishes.
 
     Raises:
-        OutputError: the folder cannot be made or moved.
+        OutputError: the folder cannot be made or moved, or the disk is full.
     """
     out = out.absolute()
-    staging = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    _clear_leftovers(out)
+    staging = _beside(out, _PARTIAL)
     try:
         staging.mkdir(parents=True)
     except OSError as error:
         raise OutputError(f"{staging.parent} cannot be written: {error.strerror or error}.") from error
-    try:
-        yield staging
-        _take_place(staging, out)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with _held(staging):
+        try:
+            yield staging
+            _take_place(staging, out)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            free = shutil.disk_usage(staging.parent).free
+            raise OutputError(
+                f"writing {out} failed: {error.strerror}; {staging.parent} has {free / 1e9:.2f} GB free. Make room or "
+                "choose another --out."
+            ) from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _take_place(staging: Path, out: Path) -> None:
-    old = out.with_name(f".{out.name}.{os.getpid()}.old")
+    old = _beside(out, _OLD)
     try:
         if out.exists():
-            out.rename(old)
-        try:
+            with _held(out):
+                out.rename(old)
+                try:
+                    staging.rename(out)
+                except OSError:
+                    old.rename(out)
+                    raise
+                shutil.rmtree(old, ignore_errors=True)
+        else:
             staging.rename(out)
-        except OSError:
-            if old.exists():
-                old.rename(out)
-            raise
     except OSError as error:
         raise OutputError(f"moving the finished bundle to {out} failed: {error.strerror or error}.") from error
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(out: Path, kind: str) -> Path:
+    return out.with_name(f".{out.name}.{os.getpid()}.{kind}")
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Locks a folder, under whatever name, for as long as this process lives and works on it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _clear_leftovers(out: Path) -> None:
+    """Removes what killed builds left beside `out`; an older bundle that was just being replaced is put back."""
+    if not out.parent.is_dir():
+        return
+    for path in out.parent.iterdir():
+        number, _, kind = path.name.removeprefix(f".{out.name}.").partition(".")
+        if path.name.startswith(f".{out.name}.") and number.isdigit() and kind in (_PARTIAL, _OLD) and _is_free(path):
+            if kind == _OLD and not out.exists():
+                path.rename(out)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether no living process holds a folder; a lock says so across containers too, where process ids do not."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False  # it went away in this moment
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
