@@ -24,6 +24,8 @@ from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
 from dflash_export.weight_values import read_weight
 from dflash_runtime.bundle import CheckRow, DrafterFacts, Manifest
 
+SAMPLED_ROWS = 1024
+"""Rows of each end of the head that are compared where tables are cut."""
 _SEED = 4
 
 
@@ -36,11 +38,27 @@ class _Round(NamedTuple):
 class DrafterGate:
     """Compares `drafter_context.onnx` and `drafter.onnx` with the PyTorch module."""
 
-    def __init__(self, root: Path, manifest: Manifest, plan: DrafterPlan, passes: PrecisionPasses) -> None:
+    def __init__(
+        self, root: Path, manifest: Manifest, plan: DrafterPlan, passes: PrecisionPasses, *, whole_tables: bool = True
+    ) -> None:
+        """Prepares; nothing is read yet.
+
+        Args:
+            root: The bundle.
+            manifest: Its manifest, with the drafter.
+            plan: The drafter's checkpoint.
+            passes: For half precision.
+            whole_tables: Use every row of embedding and head. Otherwise only the rows that are read and a sample
+                of the head: the target's own check covers the rest of what the drafter borrows.
+        """
         assert manifest.drafter is not None
         self.root, self.manifest, self.plan, self.passes = root, manifest, plan, passes
         self.facts: DrafterFacts = manifest.drafter
         self.rounds = self._rounds()
+        target = manifest.target
+        self.tables = plan.weights.table_names(target.embedding_weight, target.head_weight)
+        borrowed = self.tables == (target.embedding_weight, target.head_weight)
+        self.token_rows = None if whole_tables or not borrowed else self._sample_rows()
         self.capacity = max(r.rows + r.block_size for r in self.rounds) + 40
 
     def _rounds(self) -> list[_Round]:
@@ -50,6 +68,15 @@ class DrafterGate:
         limit = self.manifest.max_context_tokens
         rounds = [_Round(start + 2 * i, size) for start in starts for i, size in enumerate(sizes)]
         return sorted({r for r in rounds if r.rows <= limit}) or [_Round(1, sizes[0])]
+
+    def _sample_rows(self) -> list[int]:
+        """Vocabulary rows of the cut tables: the tokens that are read, and some of both ends."""
+        V = self.manifest.target.vocab_size
+        read = {self.facts.mask_token_id, *(self._anchor(r) for r in self.rounds)}
+        return sorted(read | set(range(min(V, SAMPLED_ROWS))) | set(range(max(0, V - SAMPLED_ROWS), V)))
+
+    def _row(self, token_id: int) -> int:
+        return token_id if self.token_rows is None else self.token_rows.index(token_id)
 
     def check(self, taps: Tensor | None) -> list[CheckRow]:
         """All rounds, in fp32 and, for a half-precision bundle, in its own dtype.
@@ -85,11 +112,13 @@ class DrafterGate:
         return noise.to(TORCH_DTYPES[PRECISIONS[self.manifest.precision]]).float()
 
     def _drafter(self, dtype: torch.dtype) -> Drafter:
-        target = self.manifest.target
-        tables = [
-            read_weight(self.root, self.manifest.weights[n]) for n in (target.embedding_weight, target.head_weight)
-        ]
-        return load_drafter(self.plan.config, self.plan.weights, tables[0], tables[1], dtype)
+        target, weights = self.manifest.target, self.plan.weights
+        names = (target.embedding_weight, target.head_weight)
+        embedding, head = (read_weight(self.root, self.manifest.weights[n]) for n in names)
+        if self.token_rows is not None:
+            embedding, head = embedding[self.token_rows], head[self.token_rows]
+            weights = dataclasses.replace(weights, vocab_size=len(self.token_rows))
+        return load_drafter(self.plan.config, weights, embedding, head, dtype)
 
     def _anchor(self, round_: _Round) -> int:
         return (round_.rows * 7919 + round_.block_size) % self.manifest.target.vocab_size
@@ -97,8 +126,8 @@ class DrafterGate:
     def _reference(self, drafter: Drafter, taps: Tensor) -> list[dict[str, Array]]:
         results = []
         for r in self.rounds:
-            ids = torch.full((1, r.block_size), self.facts.mask_token_id)
-            ids[0, 0] = self._anchor(r)
+            ids = torch.full((1, r.block_size), self._row(self.facts.mask_token_id))
+            ids[0, 0] = self._row(self._anchor(r))
             _, logits = draft_without_cache(drafter, taps[:, : r.rows], ids)
             with torch.no_grad():
                 context = drafter.context(taps[:, : r.rows], torch.arange(r.rows)[None])
@@ -121,8 +150,8 @@ class DrafterGate:
                 np.stack([k[:, :, : r.rows], v[:, :, : r.rows]]) for k, v in zip(state[0::2], state[1::2], strict=True)
             ]
             draft.state = dict(context.state)
-            ids = np.full((1, r.block_size), self.facts.mask_token_id, dtype=np.int64)
-            ids[0, 0] = self._anchor(r)
+            ids = np.full((1, r.block_size), self._row(self.facts.mask_token_id), dtype=np.int64)
+            ids[0, 0] = self._row(self._anchor(r))
             proposals = draft.run(input_ids=ids, position=np.array([r.rows]))
             context.state = dict(draft.state)
             found = {"drafter context": np.stack(rows), "draft_logits": proposals["draft_logits"]}
@@ -137,14 +166,30 @@ class DrafterGate:
     def _open(self, file: str, half: bool) -> GraphRunner:
         facts = self.facts.graph if file == self.facts.graph.file else self.facts.context_graph
         model = ir.load(self.root / file)
+        if self.token_rows is not None:
+            self._cut_tables(model, self.token_rows)
         weights = None
         if half:
             model = self.passes.emulate_half(model)
         elif self.manifest.precision != "fp32":
-            names = [n for n in model.graph.initializers if n in self.manifest.weights]
+            kept = model.graph.initializers.items()
+            names = [n for n, v in kept if isinstance(v.const_value, ir.ExternalTensor)]
             weights = {n: read_weight(self.root, self.manifest.weights[n]).float().numpy() for n in names}
             model = self.passes.to_fp32(model)
         return GraphRunner(serialise(model), self.root, dataclasses.replace(facts), self.capacity, weights)
+
+    def _cut_tables(self, model: ir.Model, rows: list[int]) -> None:
+        """Puts the chosen rows of embedding and head in place of the whole tables, inside the graph."""
+        for name in set(self.tables) & model.graph.initializers.keys():
+            value = model.graph.initializers[name]
+            entry = self.manifest.weights[name]
+            table = read_weight(self.root, entry)[rows].contiguous().view(torch.uint8).numpy()
+            stored = table.view(value.const_value.dtype.numpy()).reshape(len(rows), -1)  # type: ignore[union-attr]
+            value.const_value = ir.Tensor(stored, name=name)
+            value.shape = ir.Shape(stored.shape)
+        for node in model.graph:
+            for output in node.outputs:
+                output.shape = None
 
 
 def _pairs(one: dict[str, Array], two: dict[str, Array]) -> list[tuple[str, Array, Array]]:

@@ -60,6 +60,6 @@ def check_portable(
     if plan.drafter is not None:
         progress("check drafter", 0, 1)
         taps = torch.from_numpy(evidence.text_taps)[None] if evidence is not None else None
-        rows += DrafterGate(root, manifest, plan.drafter, passes).check(taps)
+        rows += DrafterGate(root, manifest, plan.drafter, passes, whole_tables=evidence is not None).check(taps)
         progress("check drafter", 1, 1)
     return rows, evidence

@@ -19,7 +19,7 @@ from dflash_export.deviation import Worst, deviation
 from dflash_export.evidence import plan_steps
 from dflash_export.graph_runner import Array, GraphRunner
 from dflash_export.layer_reference import LayerReference
-from dflash_export.parity import EXACT_TOLERANCE, ROUNDED_FACTOR, PrecisionPasses, serialise
+from dflash_export.parity import EXACT_TOLERANCE, ROUNDED_FACTOR, GraphEdit, PrecisionPasses, serialise
 from dflash_export.reference_run import Step, StepOutputs
 from dflash_export.tensor_files import TensorPlace
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES, Progress
@@ -62,14 +62,17 @@ class LayerGate:
     def check(self, progress: Progress) -> list[CheckRow]:
         """All parts; see the module."""
         chosen = self.layer_ids()
-        exact, rounded, allowed = Worst(), Worst(), Worst()
+        exact, lowered, rounded, allowed = Worst(), Worst(), Worst(), Worst()
         for done, index in enumerate(chosen):
             progress("check layers", done, len(chosen) + 1)
-            self._check_layer(index, exact, rounded, allowed)
+            self._check_layer(index, exact, lowered, rounded, allowed)
         progress("check layers", len(chosen), len(chosen) + 1)
         reference = self._reference(torch.float32)
         exact.add("embedding", self._check_embedding(reference))
         exact.add("logits", self._check_head(reference))
+        if self.passes.lower is not None:
+            lowered.add("embedding", self._check_embedding(reference, self.passes.lower))
+            lowered.add("logits", self._check_head(reference, self.passes.lower))
         progress("check layers", len(chosen) + 1, len(chosen) + 1)
         covered = (
             f"layer by layer: layers {', '.join(map(str, chosen))} of {self.manifest.target.num_layers}, embedding "
@@ -77,6 +80,7 @@ class LayerGate:
             + ", ".join(f"({s.position}, {len(s.ids)})" for s in self.steps)
         )
         rows = exact.rows("portable", EXACT_TOLERANCE, covered)
+        rows += lowered.rows("lowered", EXACT_TOLERANCE, covered)
         tolerances = {k: ROUNDED_FACTOR * v + EXACT_TOLERANCE for k, v in allowed.by_tensor.items()}
         return rows + rounded.rows("precision", tolerances, f"{self.manifest.precision}, {covered}")
 
@@ -90,34 +94,38 @@ class LayerGate:
         H = self.manifest.target.hidden_size
         return [torch.randn(1, len(step.ids), H, generator=generator) for step in self.steps]
 
-    def _check_layer(self, index: int, exact: Worst, rounded: Worst, allowed: Worst) -> None:
+    def _check_layer(self, index: int, exact: Worst, lowered: Worst, rounded: Worst, allowed: Worst) -> None:
         dtype = TORCH_DTYPES[PRECISIONS[self.manifest.precision]]
         residuals = [r.to(dtype).float() for r in self._residuals()]
         entered, expected = self._reference(torch.float32).run_layer(index, self.steps, residuals)
-        model = self._part(
-            [f"hidden_states.{index}", f"past_key_values.{index}.key", f"past_key_values.{index}.value"],
-            [f"hidden_states.{index + 1}", f"present.{index}.key", f"present.{index}.value"],
-        )
-        weights = None
-        if dtype is not torch.float32:
-            weights = {n: read_weight(self.root, self.manifest.weights[n]).float().numpy() for n in _weights_of(model)}
-            model = self.passes.to_fp32(model)
-        runner = GraphRunner(serialise(model), self.root, self._facts(index), self._capacity(), weights)
-        self._compare(index, runner, entered, expected, exact)
+        self._compare(index, self._open_layer(index), entered, expected, exact)
+        if self.passes.lower is not None:
+            self._compare(index, self._open_layer(index, self.passes.lower), entered, expected, lowered)
         if dtype is torch.float32:
             return
         half_in, half_out = self._reference(dtype).run_layer(index, self.steps, [r.to(dtype) for r in residuals])
         for one, two in zip(half_out, expected, strict=True):
             for name, found, wanted in _layer_pairs(index, one, two):
                 allowed.add(name, deviation(found, wanted))
-        model = self.passes.emulate_half(
-            self._part(
-                [f"hidden_states.{index}", f"past_key_values.{index}.key", f"past_key_values.{index}.value"],
-                [f"hidden_states.{index + 1}", f"present.{index}.key", f"present.{index}.value"],
-            )
-        )
-        runner = GraphRunner(serialise(model), self.root, self._facts(index), self._capacity())
+        emulated = self.passes.emulate_half(self._layer_part(index))
+        runner = GraphRunner(serialise(emulated), self.root, self._facts(index), self._capacity())
         self._compare(index, runner, half_in, expected, rounded)
+
+    def _layer_part(self, index: int) -> ir.Model:
+        return self._part(
+            [f"hidden_states.{index}", f"past_key_values.{index}.key", f"past_key_values.{index}.value"],
+            [f"hidden_states.{index + 1}", f"present.{index}.key", f"present.{index}.value"],
+        )
+
+    def _open_layer(self, index: int, edit: GraphEdit | None = None) -> GraphRunner:
+        """One layer computed in fp32, as it is or lowered."""
+        model = self._layer_part(index)
+        weights = None
+        if self.manifest.precision != "fp32":
+            weights = {n: read_weight(self.root, self.manifest.weights[n]).float().numpy() for n in _weights_of(model)}
+            model = self.passes.to_fp32(model)
+        model = edit(model) if edit is not None else model
+        return GraphRunner(serialise(model), self.root, self._facts(index), self._capacity(), weights)
 
     def _compare(
         self, index: int, runner: GraphRunner, entered: list[Array], expected: list[StepOutputs], worst: Worst
@@ -165,22 +173,19 @@ class LayerGate:
         used = [v for v in graph.inputs if v.uses() or v.name in given]
         graph.inputs.clear()
         graph.inputs.extend(used)
-        for node in graph:
-            for value in node.outputs:
-                value.shape = None  # a sliced table makes the traced sizes wrong
         return ir.Model(graph, ir_version=model.ir_version)
 
-    def _check_embedding(self, reference: LayerReference) -> float:
+    def _check_embedding(self, reference: LayerReference, edit: GraphEdit | None = None) -> float:
         V = self.manifest.target.vocab_size
         ids = sorted({0, 1, V // 3, V // 2, V - 2, V - 1} & set(range(V)))
         expected = reference.embed(ids).float().numpy()
         model = self._part(["input_ids"], ["hidden_states.0"])
         name = self.manifest.target.embedding_weight
         rows = read_weight(self.root, self.manifest.weights[name])[ids].float().numpy()
-        found = self._run_with_table(model, name, rows, {"input_ids": np.arange(len(ids))[None]})
+        found = self._run_with_table(model, name, rows, {"input_ids": np.arange(len(ids))[None]}, edit)
         return deviation(found["hidden_states.0"], expected)
 
-    def _check_head(self, reference: LayerReference) -> float:
+    def _check_head(self, reference: LayerReference, edit: GraphEdit | None = None) -> float:
         target = self.manifest.target
         residual = self._residuals()[0][:, :3]
         last = f"hidden_states.{target.num_layers}"
@@ -191,16 +196,19 @@ class LayerGate:
             model = self._part([last, "logit_rows"], ["logits"])
             table = read_weight(self.root, self.manifest.weights[target.head_weight])[rows].float().numpy()
             given = {last: residual.numpy(), "logit_rows": np.arange(residual.shape[1])}
-            found = self._run_with_table(model, target.head_weight, table, given)
+            found = self._run_with_table(model, target.head_weight, table, given, edit)
             worst = max(worst, deviation(found["logits"][0], expected))
         return worst
 
     def _run_with_table(
-        self, model: ir.Model, table_name: str, table: Array, inputs: dict[str, Array]
+        self, model: ir.Model, table_name: str, table: Array, inputs: dict[str, Array], edit: GraphEdit | None
     ) -> dict[str, Array]:
         """Runs a part in fp32 with some rows in place of a whole table."""
         half = self.manifest.precision != "fp32"
         model = self.passes.to_fp32(model) if half else model
+        for node in model.graph:
+            for output in node.outputs:
+                output.shape = None  # a sliced table makes the traced sizes wrong
         value = model.graph.initializers[table_name]
         value.shape = ir.Shape(table.shape)
         value.const_value = ir.ExternalTensor(
@@ -216,6 +224,7 @@ class LayerGate:
         if half:
             others = [n for n in _weights_of(model) if n != table_name]
             weights |= {n: read_weight(self.root, self.manifest.weights[n]).float().numpy() for n in others}
+        model = edit(model) if edit is not None else model
         facts = dataclasses.replace(self.manifest.target.graph, state=[])
         runner = GraphRunner(serialise(model), self.root, facts, 1, weights)
         return runner.run(**self._inputs(runner, Step(0, [0]), inputs))

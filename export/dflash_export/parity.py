@@ -33,6 +33,9 @@ class PrecisionPasses:
     """Everything in fp32; weights are bound by name."""
     emulate_half: GraphEdit
     """Every result rounded to the graph's own dtype."""
+    lower: GraphEdit | None = None
+    """The lowering of the backend that is built for, None for portable graphs only. Used on parts of a target that
+    cannot be run whole; a whole one is compared after it was written."""
 
 
 def check_target(root: Path, manifest: Manifest, evidence: TargetEvidence, passes: PrecisionPasses) -> list[CheckRow]:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
+
 from dflash_engines.half_precision import emulate_half, to_fp32
-from dflash_engines.ort_cpu import lower_bundle
+from dflash_engines.ort_cpu import lower_bundle, lower_model
 from dflash_export.add_drafter import plan_addition, write_with_drafter
 from dflash_export.build import BuildOptions, export_bundle, plan_build
 from dflash_export.drafter_gate import DrafterGate
@@ -23,7 +25,6 @@ from dflash_runtime.session import Session
 from dflash_tools.lowered_check import check_lowered
 
 Progress = Callable[[str, int, int], None]
-PASSES = PrecisionPasses(to_fp32, emulate_half)
 CHECKED_TOKENS = 24
 
 
@@ -54,7 +55,7 @@ def build(options: BuildOptions, out: Path, backend: str, progress: Progress) ->
     check_output_place(out, plan.needed_bytes)
     with staged_folder(out) as root:
         manifest = export_bundle(plan, root, progress)
-        rows, evidence = check_portable(root, manifest, plan, PASSES, progress)
+        rows, evidence = check_portable(root, manifest, plan, _passes(backend), progress)
         require_passed(rows)
         if backend != "none":
             _lower(root, progress)
@@ -100,18 +101,28 @@ def add_drafter(
             bundle, plan, root, progress, block_sizes=block_sizes, template_args=template_args
         )
         progress("check drafter", 0, 1)
-        drafter_rows = DrafterGate(root, manifest, plan, PASSES).check(None)
+        whole = fits_memory(manifest, gate)
+        drafter_rows = DrafterGate(root, manifest, plan, _passes(backend), whole_tables=whole).check(None)
         progress("check drafter", 1, 1)
         rows = [*manifest.checks, *drafter_rows]
         require_passed(rows)
         if backend != "none":
             _lower(root, progress)
-            if fits_memory(manifest, gate):
+            if whole:
                 rows += check_lowered(Bundle.open(root, check_files=False), backend)
                 require_passed(rows)
                 rows += check_tokens(root, manifest, backend, *_plain_texts(root, manifest, backend))
         _conclude(root, manifest, rows)
     return _report(bundle_path, started, list(plan.config.notes))
+
+
+def _passes(backend: str) -> PrecisionPasses:
+    return PrecisionPasses(to_fp32, emulate_half, None if backend == "none" else lower_target_part)
+
+
+def lower_target_part(model: ir.Model) -> ir.Model:
+    """Lowers a piece of a target graph as the whole graph is lowered."""
+    return lower_model(model, "target")
 
 
 def _lower(root: Path, progress: Progress) -> None:
