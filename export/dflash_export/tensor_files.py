@@ -63,14 +63,19 @@ def read_tensor_places(folder: Path) -> dict[str, TensorPlace]:
         folder: Holds `model.safetensors`, or `*.safetensors.index.json` with its shards.
 
     Raises:
-        CheckpointError: no safetensors files, shards missing (all are listed), a truncated or foreign file, an
-            index that names a tensor its shard does not hold.
+        CheckpointError: no safetensors files, no tensors, shards missing (all are listed), a truncated or foreign
+            file, an index that names a tensor its shard does not hold.
     """
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise CheckpointError(f"{folder} holds {len(indices)} index files: {[i.name for i in indices]}. Keep one.")
-    if indices:
-        return _read_indexed(folder, indices[0])
+    places = _read_indexed(folder, indices[0]) if indices else _read_unindexed(folder)
+    if not places:
+        raise CheckpointError(f"{folder} holds weight files without a single tensor. Download the checkpoint again.")
+    return places
+
+
+def _read_unindexed(folder: Path) -> dict[str, TensorPlace]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(_no_weights_message(folder))
