@@ -35,6 +35,7 @@ def clean_graph(model: ir.Model, weight_names: dict[str, str]) -> ir.Model:
         passes.RemoveUnusedNodesPass(),
         passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
         passes.RemoveUnusedOpsetsPass(),
+        passes.ShapeInferencePass(),  # gives the values that folding made the types that later passes read
     ):
         tidy(model)
     _drop_weights(graph, lifted)
