@@ -166,6 +166,12 @@ def require_passed(rows: list[CheckRow]) -> None:
         details = "; ".join(
             f"{row.stage} {row.tensor}: {row.worst:.3g} where {row.tolerance:.3g} is allowed" for row in failed[:4]
         )
+        overflow = [row.tensor for row in failed if row.stage == "precision" and not np.isfinite(row.worst)]
+        if overflow:
+            raise ParityError(
+                f"in this precision the model's {', '.join(overflow)} are not finite: its values exceed what the dtype "
+                "can hold, so it would speak nonsense. Build with --precision bf16 or fp32; nothing was written."
+            )
         raise ParityError(
             f"{len(failed)} of {len(rows)} parity checks failed: {details}. The bundle would not say what the "
             "checkpoint says, so it was not written."
