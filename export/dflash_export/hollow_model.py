@@ -111,12 +111,13 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
         UnsupportedModelError: there is none.
     """
     get_decoder = getattr(model, "get_decoder", None)
-    decoder = (get_decoder() if get_decoder is not None else None) or model  # a vision tower has a list of its own
-    lists = [
-        (name.count("."), name, module)
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers
-    ]
-    if not lists:
-        raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} decoder layers")
-    return min(lists, key=lambda item: item[:2])[2]
+    decoder = get_decoder() if get_decoder is not None else None
+    for root in (decoder, model):  # the decoder first: a vision tower has a list of its own
+        lists = [
+            (name.count("."), name, module)
+            for name, module in (root.named_modules() if root is not None else ())
+            if isinstance(module, nn.ModuleList) and len(module) == num_layers
+        ]
+        if lists:
+            return min(lists, key=lambda item: item[:2])[2]
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} decoder layers")

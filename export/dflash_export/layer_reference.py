@@ -6,9 +6,11 @@ only the rows asked for, and the output head is read in slices.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import math
+import textwrap
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ class _Passthrough(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         object.__setattr__(self, "_layer", layer)
-        self._gives_tuple = "tuple" in str(inspect.signature(layer.forward).return_annotation).lower()
+        self._gives_tuple = _gives_tuple(layer)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -41,6 +43,13 @@ class _Passthrough(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return (hidden_states,) if self._gives_tuple else hidden_states
+
+
+def _gives_tuple(layer: nn.Module) -> bool:
+    """Whether a layer's forward ends in a tuple; its annotation often says so when its code does not."""
+    code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(layer).forward))))
+    last = [node for node in ast.walk(code) if isinstance(node, ast.Return)][-1].value
+    return isinstance(last, ast.Tuple) or (isinstance(last, ast.Name) and last.id == "outputs")
 
 
 class _OneLayerCache(DynamicCache):  # type: ignore[misc]
