@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from dflash_export.build import BuildPlan
+from dflash_export.build_plan import BuildPlan
 from dflash_export.drafter_gate import DrafterGate
 from dflash_export.evidence import TargetEvidence, gate_prompts, gather_target_evidence
 from dflash_export.layer_gate import LayerGate

@@ -59,21 +59,24 @@ def match_weights(
             f"{model_class.__name__}: {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}. "
             "Download it again, or it belongs to another architecture."
         )
-    ignorable = [re.compile(p) for p in getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    left = sorted(
-        t for t in places if t not in used and not _RECOMPUTED.search(t) and not any(p.search(t) for p in ignorable)
-    )
-    if left:
-        raise CheckpointError(
-            f"{len(left)} tensors of the checkpoint have no place in {model_class.__name__}: {', '.join(left[:8])}"
-            f"{' ...' if len(left) > 8 else ''}. The config does not describe these weights."
-        )
+    _refuse_leftovers(model_class, places.keys() - used)
     for name, place in found.items():
         if place.shape != shapes[name]:
             raise CheckpointError(
                 f"{name} has shape {list(place.shape)} in the checkpoint and {list(shapes[name])} by its config."
             )
     return found
+
+
+def _refuse_leftovers(model_class: type[nn.Module], unused: Iterable[str]) -> None:
+    ignorable = [_RECOMPUTED]
+    ignorable += [re.compile(p) for p in getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    left = sorted(t for t in unused if not any(pattern.search(t) for pattern in ignorable))
+    if left:
+        raise CheckpointError(
+            f"{len(left)} tensors of the checkpoint have no place in {model_class.__name__}: {', '.join(left[:8])}"
+            f"{' ...' if len(left) > 8 else ''}. The config does not describe these weights."
+        )
 
 
 def untie_if_stored_apart(config: PreTrainedConfig, places: dict[str, TensorPlace]) -> list[str]:

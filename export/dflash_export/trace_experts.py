@@ -49,10 +49,8 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 
 
 def _linear(states: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    if transposed:
-        product = states @ weight
-    else:  # turns the few states, not the big weight
-        product = (weight @ states.transpose(1, 2)).transpose(1, 2)
+    # Where a transpose is due, the few states are turned and not the big weight.
+    product = states @ weight if transposed else (weight @ states.transpose(1, 2)).transpose(1, 2)
     return product if bias is None else product + bias[:, None, :]
 
 

@@ -58,33 +58,18 @@ def store_weights(
         CheckpointError: a tensor is not a plain float, or a value does not fit the dtype.
         OutputError: the disk is full or not writable.
     """
-    entries: dict[str, WeightEntry] = {}
-    header: dict[str, dict[str, object]] = {}
-    offset = 0
     dtypes = dict(islands or {})
     places = {name: places[name] for name in (*dtypes, *(n for n in places if n not in dtypes))}  # wide ones aligned
     dtypes |= {name: dtype for name in places if name not in dtypes}
-    for name, place in places.items():
-        if place.dtype not in TORCH_DTYPES:
-            raise CheckpointError(
-                f"tensor {name} is stored as {place.dtype}: quantised checkpoints are not supported; "
-                "use the original half-precision one."
-            )
-        length = math.prod(place.shape) * ITEM_BYTES[dtypes[name]]
-        header[name] = {"dtype": dtypes[name], "shape": list(place.shape), "data_offsets": [offset, offset + length]}
-        entries[name] = WeightEntry(file_name, offset, length, dtypes[name], list(place.shape))
-        offset += length
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 64 + 56)  # data starts at a multiple of 64 bytes
+    head, entries, total = _lay_out(file_name, places, dtypes)
     digest = hashlib.sha256()
-    total, done = offset, 0
+    done = 0
     path = root / file_name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as stream:
-            for piece in (len(head).to_bytes(8, "little"), head):
-                stream.write(piece)
-                digest.update(piece)
+            stream.write(head)
+            digest.update(head)
             for name, place in places.items():
                 for piece in _converted(name, place, dtypes[name]):
                     stream.write(piece)
@@ -93,9 +78,33 @@ def store_weights(
                     progress("weights", done, total)
     except OSError as error:
         raise OutputError(f"writing {total + len(head)} bytes to {path} failed: {error.strerror or error}.") from error
-    start = 8 + len(head)
-    entries = {k: dataclasses.replace(e, offset_bytes=e.offset_bytes + start) for k, e in entries.items()}
-    return StoredWeights(entries, file_name, FileFacts(start + total, digest.hexdigest()))
+    return StoredWeights(entries, file_name, FileFacts(len(head) + total, digest.hexdigest()))
+
+
+def _lay_out(
+    file_name: str, places: Mapping[str, TensorPlace], dtypes: Mapping[str, str]
+) -> tuple[bytes, dict[str, WeightEntry], int]:
+    """The safetensors head of a file, where each tensor will lie in it, and the bytes of all tensors."""
+    header: dict[str, dict[str, object]] = {}
+    offset = 0
+    for name, place in places.items():
+        if place.dtype not in TORCH_DTYPES:
+            raise CheckpointError(
+                f"tensor {name} is stored as {place.dtype}: quantised checkpoints are not supported; "
+                "use the original half-precision one."
+            )
+        length = math.prod(place.shape) * ITEM_BYTES[dtypes[name]]
+        header[name] = {"dtype": dtypes[name], "shape": list(place.shape), "data_offsets": [offset, offset + length]}
+        offset += length
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 64 + 56)  # data starts at a multiple of 64 bytes
+    head = len(text).to_bytes(8, "little") + text
+    entries, start = {}, len(head)
+    for name, place in places.items():
+        length = math.prod(place.shape) * ITEM_BYTES[dtypes[name]]
+        entries[name] = WeightEntry(file_name, start, length, dtypes[name], list(place.shape))
+        start += length
+    return head, entries, offset
 
 
 def _converted(name: str, place: TensorPlace, dtype: str) -> Iterator[bytes]:

@@ -9,7 +9,8 @@ from typing import Any
 from tiny_models import favour_few_tokens, write_drafter, write_target
 
 from dflash_engines.ort_cpu import lower_bundle
-from dflash_export.build import BuildOptions, export_bundle, plan_build
+from dflash_export.build import export_bundle
+from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_tools.pipeline import build
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -14,7 +14,7 @@ import pytest
 from conftest import Make, Once
 from pairs import MAIN, quiet
 
-from dflash_export.build import BuildOptions
+from dflash_export.build_plan import BuildOptions
 from dflash_export.graph_runner import GraphRunner
 from dflash_runtime import Bundle, CheckpointError, DFlashError, GenerationConfig, PairError, ParityError, Session
 from dflash_runtime.bundle import Manifest

@@ -15,7 +15,7 @@ from pairs import FULL, SLIDING, Pair, quiet
 from safetensors.torch import load_file, save_file
 from tiny_models import drafter_config, write_drafter, write_target
 
-from dflash_export.build import BuildOptions, plan_build
+from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.drafter_build import trace_and_store_drafter
 from dflash_export.weight_store import StoredWeights, store_weights
 from dflash_runtime import CheckpointError, DFlashError, PairError, UnsupportedModelError

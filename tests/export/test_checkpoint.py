@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_models import edit_json, write_target
 
-from dflash_export.build import BuildOptions, plan_build, plan_target
+from dflash_export.build_plan import BuildOptions, plan_build, plan_target
 from dflash_export.catalog import CATALOG, drafter_template_args
 from dflash_export.checkpoint import find_checkpoint
 from dflash_export.text_files import copy_text_files, read_text_facts

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import write_target
 
-from dflash_export.build import BuildOptions
+from dflash_export.build_plan import BuildOptions
 from dflash_runtime.errors import ParityError
 from dflash_tools.pipeline import build
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tiny_models import write_drafter, write_target
 
-from dflash_export.build import BuildOptions, export_bundle, plan_build
+from dflash_export.build import export_bundle
+from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_runtime.errors import PairError
 
 

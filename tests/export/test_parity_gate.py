@@ -13,7 +13,8 @@ from tiny_models import write_drafter, write_target
 
 from dflash_engines.half_precision import emulate_half, to_fp32
 from dflash_engines.ort_cpu import lower_model
-from dflash_export.build import BuildOptions, BuildPlan, export_bundle, plan_build
+from dflash_export.build import export_bundle
+from dflash_export.build_plan import BuildOptions, BuildPlan, plan_build
 from dflash_export.drafter_gate import DrafterGate
 from dflash_export.evidence import TargetEvidence, gate_prompts, gather_target_evidence
 from dflash_export.layer_gate import LayerGate

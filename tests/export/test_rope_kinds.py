@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_export.build import BuildOptions, plan_target
+from dflash_export.build_plan import BuildOptions, plan_target
 from dflash_export.checkpoint import find_checkpoint, read_target_config
 from dflash_export.deviation import deviation
 from dflash_export.hollow_model import make_hollow_model

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from dflash_export.build import BuildOptions, plan_target, trace_and_store_target
+from dflash_export.build import trace_and_store_target
+from dflash_export.build_plan import BuildOptions, plan_target
 from dflash_export.deviation import deviation
 from dflash_export.graph_runner import Array, GraphRunner
 from dflash_export.parity import EXACT_TOLERANCE

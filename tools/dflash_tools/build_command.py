@@ -65,7 +65,7 @@ def command(
     """
     arguments = read_template_args(template_args)
     with needs_extra("export"):
-        from dflash_export.build import BuildOptions
+        from dflash_export.build_plan import BuildOptions
         from dflash_tools.pipeline import build
     options = BuildOptions(
         target=target,

@@ -13,7 +13,8 @@ import onnx_ir as ir
 from dflash_engines.half_precision import emulate_half, to_fp32
 from dflash_engines.ort_cpu import lower_bundle, lower_model
 from dflash_export.add_drafter import plan_addition, write_with_drafter
-from dflash_export.build import BuildOptions, export_bundle, plan_build
+from dflash_export.build import export_bundle
+from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.drafter_gate import DrafterGate
 from dflash_export.evidence import gate_prompts
 from dflash_export.gate import check_portable, fits_memory
