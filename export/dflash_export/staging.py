@@ -27,7 +27,7 @@ def check_output_place(out: Path, needed_bytes: int) -> None:
     Raises:
         OutputError: something else is there, the parent is not writable, or there is too little room.
     """
-    _clear_leftovers(out.absolute())
+    clear_leftovers(out.absolute())
     if out.exists() and not (out / MANIFEST_NAME).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise OutputError(f"{out} exists and is not a bundle. Choose another --out, or remove it.")
     parent = out.absolute().parent
@@ -53,7 +53,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
         OutputError: the folder cannot be made or moved, or the disk is full.
     """
     out = out.absolute()
-    _clear_leftovers(out)
+    clear_leftovers(out)
     staging = _beside(out, _PARTIAL)
     try:
         staging.mkdir(parents=True)
@@ -108,8 +108,12 @@ def _held(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _clear_leftovers(out: Path) -> None:
-    """Removes what killed builds left beside `out`; an older bundle that was just being replaced is put back."""
+def clear_leftovers(out: Path) -> None:
+    """Removes what killed builds left beside `out`; an older bundle that was just being replaced is put back.
+
+    Args:
+        out: Place of a bundle, absolute.
+    """
     if not out.parent.is_dir():
         return
     for path in out.parent.iterdir():

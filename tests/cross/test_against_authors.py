@@ -18,8 +18,6 @@ from pairs import AUTHOR_PAIRS, Pair
 
 from dflash_runtime import GenerationConfig, GenerationResult, Session
 
-pytest.importorskip("dflash.model", reason="the authors' package: pip install --no-deps dflash==0.1.0")
-
 PROMPT_LENGTHS = (1, 6, 17, 40)
 NEW_TOKENS = 30
 

@@ -19,7 +19,7 @@ from dflash_export.drafter_gate import DrafterGate
 from dflash_export.evidence import gate_prompts
 from dflash_export.gate import check_portable, fits_memory
 from dflash_export.parity import PrecisionPasses, require_passed
-from dflash_export.staging import check_output_place, staged_folder
+from dflash_export.staging import check_output_place, clear_leftovers, staged_folder
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle, CheckRow, Manifest, write_text_atomically
 from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.session import Session
@@ -95,6 +95,7 @@ def add_drafter(
         DFlashError: anything the user can mend; the bundle is as it was.
     """
     started = time.monotonic()
+    clear_leftovers(bundle_path.absolute())
     bundle = Bundle.open(bundle_path)
     plan = plan_addition(bundle, drafter, block_sizes)
     with staged_folder(bundle_path) as root:
