@@ -257,7 +257,7 @@ def refusing_by_name(name: str) -> Iterator[None]:
 def _reason(cause: BaseException) -> str:
     """What a failure of the tracer means for the model."""
     kind = type(cause).__name__
-    if "DataDependent" in kind:
+    if "DataDependent" in kind or "DynamicOutputShape" in kind:
         return "its code branches on the values of a tensor, which a static graph cannot"
     detail = str(cause).strip().split("\n")[0][:300]
     return f"tracing it with a preallocated cache failed ({kind}: {detail})"

@@ -132,7 +132,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "DeepseekV4Config": {"o_groups": 2, "o_lora_rank": 16},
     "Dots1Config": {"n_shared_experts": 1},
-    "Dots3NoteConfig.vision_config": {"num_hidden_layers": None, "hidden_size": None},
+    "Dots3NoteConfig": {"vision_config": None, "audio_config": None},
     "Dots3NoteConfig.text_config": {"layer_types": ["indexed_attention"] * 4, "index_topk": 8},
     "Dots3NoteTextConfig": {"layer_types": ["indexed_attention"] * 4, "index_topk": 8},
     "FalconH1Config": {"mamba_d_ssm": 128},
@@ -173,10 +173,13 @@ def _tiny(config_class: type[PreTrainedConfig], defaults: dict[str, Any], key: s
     values: dict[str, Any] = {**defaults, **{name: size for name, size in SIZES.items() if name in fields}}
     if "kv_lora_rank" in fields:  # latent attention makes keys for every head
         values["num_key_value_heads"] = values["num_attention_heads"]
+    overrides = OVERRIDES.get(config_class.__name__, {}) | OVERRIDES.get(key, {})
     for name, default in (getattr(config_class, "sub_configs_defaults", None) or {}).items():
+        if name in overrides:
+            continue
         sub_class: Any = default.config_class
         if sub_class is AutoConfig:
             sub_class = CONFIG_MAPPING[default.model_type]
         values[name] = _tiny(sub_class, default.init_kwargs or {}, f"{key}.{name}")
-    values |= OVERRIDES.get(config_class.__name__, {}) | OVERRIDES.get(key, {})
+    values |= overrides
     return config_class(**{name: value for name, value in values.items() if value is not None})
