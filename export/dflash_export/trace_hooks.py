@@ -139,7 +139,7 @@ class RowsCache(Cache):  # type: ignore[misc]
         """Scatters the new rows and returns the whole buffers; without buffers it only records shapes."""
         layer = self.state.layers[layer_idx]
         if layer.key_shape is not None and self.present[layer_idx] is not None:
-            raise UnsupportedModelError(f"layer {layer_idx} has its KV cache written twice in one pass")
+            raise UnsupportedModelError(f"layer {layer_idx} asks twice in one pass to write its KV cache")
         layer.key_shape = (int(key_states.shape[1]), int(key_states.shape[3]))
         layer.value_shape = (int(value_states.shape[1]), int(value_states.shape[3]))
         if self.past is None:

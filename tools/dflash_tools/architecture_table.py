@@ -33,7 +33,8 @@ def as_markdown(verdicts: list[Verdict]) -> str:
 def _general(verdict: Verdict) -> str:
     """The reason without what is particular to one model: its name and its layer numbers."""
     reason = re.sub(r"^\w+ cannot be exported: ", "", verdict.reason.split("\n")[0]).rstrip(".")
-    reason = re.sub(r"\blayers? \[?\d[\d, ]*\]?", "layers ", reason).replace("  ", " ")
+    reason = re.sub(r"\blayers? \[?\d[\d, ]*\]?", "some layers ", reason).replace("  ", " ")
+    reason = reason.replace("some layers asks", "some layers ask")
     reason = re.sub(r"layers of kind [\w, ]+ keep", "layers keep", reason)
     reason = re.sub(r"list of \d+ decoder", "list of one entry for each of its decoder", reason)
     reason = re.sub(rf"\b(of )?{verdict.model or 'nothing'}\b", "the model", reason).replace("|", "/")

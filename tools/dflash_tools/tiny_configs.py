@@ -132,7 +132,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "DeepseekV4Config": {"o_groups": 2, "o_lora_rank": 16},
     "Dots1Config": {"n_shared_experts": 1},
-    "Dots3NoteConfig": {"vision_config": None, "audio_config": None},
+    "Dots3NoteConfig": {"vision_config": {"adapter_out_dim": 64}, "audio_config": {"adapter_out_dim": 64}},
     "Dots3NoteConfig.text_config": {"layer_types": ["indexed_attention"] * 4, "index_topk": 8},
     "Dots3NoteTextConfig": {"layer_types": ["indexed_attention"] * 4, "index_topk": 8},
     "FalconH1Config": {"mamba_d_ssm": 128},
