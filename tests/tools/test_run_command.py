@@ -139,7 +139,14 @@ def test_a_reader_that_leaves_is_no_error(bundle: Path) -> None:
 
 def test_interrupt_ends_with_130(bundle: Path) -> None:
     argv = [sys.executable, "-m", "dflash_tools.cli", "run", str(bundle), "-"]
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # a shell's background jobs ignore SIGINT, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdin is not None
     # waiting for standard input is the one place where the command surely stands still
     try:
