@@ -145,7 +145,7 @@ def test_interrupt_ends_with_130(bundle: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         # a shell's background jobs ignore SIGINT, and children inherit that
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     assert process.stdin is not None
     # waiting for standard input is the one place where the command surely stands still
