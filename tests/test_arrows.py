@@ -26,7 +26,7 @@ FORBIDDEN = {
     "dflash_tools": set(),
 }  # fmt: skip
 # Tools modules that a command opens only once it needs what an extra brings.
-BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures", "half_precision"} | {
+BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} | {
     "lowered_check",
     "pipeline",
     "tiny_configs",

@@ -7,6 +7,7 @@ pages, which it cannot. Both are reported, because a build that streams from map
 from __future__ import annotations
 
 import dataclasses
+import os
 import resource
 import subprocess
 import sys
@@ -21,6 +22,12 @@ def own_peak_bytes() -> int:
     """Largest resident size this process has had so far, mapped files included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def resident_bytes() -> int:
+    """Resident size of this process now, mapped files included (Linux)."""
+    sizes = _status_bytes(os.getpid())
+    return sizes.get("RssAnon", 0) + sizes.get("RssFile", 0) + sizes.get("RssShmem", 0)
 
 
 @dataclasses.dataclass
