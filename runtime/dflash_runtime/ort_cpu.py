@@ -117,8 +117,8 @@ class _Opener:
         options.intra_op_num_threads = self._threads or 0
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        # Three sessions take turns: a pool that spins after its turn steals the cores from the next.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # Three sessions take turns: a pool that goes on spinning after its turn steals the cores from the next.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         weights_root = str(self._bundle.path.resolve())
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", weights_root)
         if self._record.upcast:
