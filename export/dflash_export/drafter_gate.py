@@ -176,7 +176,7 @@ class DrafterGate:
             names = [n for n, v in kept if isinstance(v.const_value, ir.ExternalTensor)]
             weights = {n: read_weight(self.root, self.manifest.weights[n]).float().numpy() for n in names}
             model = self.passes.to_fp32(model)
-        return GraphRunner(serialise(model), self.root, dataclasses.replace(facts), self.capacity, weights)
+        return GraphRunner(serialise(model), self.root, facts, self.capacity, weights)
 
     def _cut_tables(self, model: ir.Model, rows: list[int]) -> None:
         """Puts the chosen rows of embedding and head in place of the whole tables, inside the graph."""
