@@ -36,6 +36,8 @@ class OrtCpuBackend:
         self._tokens = np.zeros((1, rows), np.int64)
         (tap_width,) = (int(output.shape[-1]) for output in manifest.target.graph.outputs if output.name == "taps")
         self._taps = np.zeros((1, rows, tap_width), np.float32)
+        self._waiting = np.zeros((1, rows, tap_width), np.float32)
+        self._waiting_rows = self._waiting_end = 0  # tap rows of plain steps, not yet appended
         self._target_state = _allocate(manifest.target.graph.state, capacity)
         self._drafter_state: dict[str, Array] = {}
         opener = _Opener(bundle, record, threads)
@@ -52,6 +54,7 @@ class OrtCpuBackend:
 
     def reset(self) -> None:
         """Forgets the request before: its rows are dead. NaN is wiped, as 0 x NaN gets through a mask."""
+        self._waiting_rows = 0
         if self._not_finite:
             for array in (*self._target_state.values(), *self._drafter_state.values()):
                 array.fill(0)
@@ -69,6 +72,7 @@ class OrtCpuBackend:
         """See `Backend.draft`."""
         if self._drafter is None:
             raise BackendError("The bundle has no drafter, so nothing can be drafted. Use block size 1.")
+        self._append_waiting()
         ids, drafts = self._ids[:, :block_size], self._tokens[:, : block_size - 1]
         ids[0, 0], ids[0, 1:], self._position[0] = anchor, self._mask_token_id, position
         self._drafter.run({"input_ids": ids, "position": self._position}, {"draft_ids": drafts})
@@ -76,15 +80,30 @@ class OrtCpuBackend:
         return proposed
 
     def append_context(self, rows: int, position: int) -> None:
-        """See `Backend.append_context`."""
-        if self._context is not None:
-            self._position[0] = position
-            self._context.run({"taps": self._taps[:, :rows], "position": self._position}, {})
+        """See `Backend.append_context`. Rows of plain steps wait for the next draft: many cost little more than one."""
+        if self._context is None:
+            return
+        if rows > 1 or position != self._waiting_end or self._waiting_rows == self._waiting.shape[1]:
+            self._append_waiting()
+        if rows > 1:
+            self._run_context(self._context, self._taps[:, :rows], position)
+        else:
+            self._waiting[:, self._waiting_rows] = self._taps[:, 0]
+            self._waiting_rows, self._waiting_end = self._waiting_rows + 1, position + 1
 
     def close(self) -> None:
         """Frees sessions and buffers."""
         del self._target, self._context, self._drafter
         self._target_state, self._drafter_state, self._weights = {}, {}, {}
+
+    def _append_waiting(self) -> None:
+        if self._context is not None and (rows := self._waiting_rows):
+            self._run_context(self._context, self._waiting[:, :rows], self._waiting_end - rows)
+            self._waiting_rows = 0
+
+    def _run_context(self, context: _Graph, taps: Array, position: int) -> None:
+        self._position[0] = position
+        context.run({"taps": taps, "position": self._position}, {})
 
     def _run_target(self, ids: Sequence[int], position: int, logit_rows: Sequence[int]) -> list[int]:
         count, wanted = len(ids), len(logit_rows)

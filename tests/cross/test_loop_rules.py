@@ -182,6 +182,20 @@ def test_every_round_drafts_as_if_prefilled(shared: Session, fresh: Session, see
     assert next(rounds, None) is None
 
 
+def test_a_draft_after_many_plain_steps_is_as_if_prefilled(bundle: Path, fresh: Session) -> None:
+    """Tap rows of plain steps wait for a draft; there are more of them than the buffer in which they wait holds."""
+    prompt, steps = prompt_of(7), 90
+    largest = max(fresh.bundle.manifest.block_sizes)
+    assert steps > 2 * largest
+    with Session.open(bundle, threads=1, prefill_chunk_tokens=4) as session:
+        schedule = config(max_new_tokens=steps + 40, block_schedule=lambda n: 1 if n < steps else 8)
+        result = session.generate(prompt, schedule)
+    assert result.token_ids == fresh.generate(prompt, config(max_new_tokens=steps + 40, plain=True)).token_ids
+    once = fresh.generate(prompt + result.token_ids[:steps], config(max_new_tokens=8, block_size=8))
+    assert once.token_ids[0] == result.token_ids[steps]
+    assert once.proposed_ids[0] == result.proposed_ids[0]
+
+
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 10, 33])
 def test_prefill_in_pieces_is_prefill_in_one(bundle: Path, fresh: Session, length: int) -> None:
     prompt = prompt_of(length)
