@@ -162,17 +162,17 @@ class _Opener:
 
 
 class _Graph:
-    """A session whose I/O tensors are bound to fixed buffers, once per number of rows."""
+    """A session whose I/O tensors are bound to fixed buffers, once per buffer and number of rows."""
 
     def __init__(self, opener: _Opener, facts: GraphFacts, state: dict[str, Array]) -> None:
         self._session = opener.open(facts.file)
         self._facts = facts
         self._state = state
-        self._bindings: dict[tuple[tuple[int, ...], ...], ort.IOBinding] = {}
+        self._bindings: dict[tuple[tuple[int, ...], ...], ort.IOBinding] = {}  # by addresses and shapes
 
     def run(self, inputs: dict[str, Array], outputs: dict[str, Array]) -> None:
-        """Runs once. An I/O tensor must begin at the same address in every call."""
-        key = tuple(array.shape for array in (*inputs.values(), *outputs.values()))
+        """Runs once."""
+        key = tuple((array.ctypes.data, *array.shape) for array in (*inputs.values(), *outputs.values()))
         binding = self._bindings.get(key)
         if binding is None:
             binding = self._bindings[key] = self._bind(inputs, outputs)
