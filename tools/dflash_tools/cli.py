@@ -9,6 +9,7 @@ import click
 
 # name -> module that holds the click command `command`
 SUBCOMMANDS = {
+    "plan": "dflash_tools.plan_command",
     "build": "dflash_tools.build_command",
     "add-drafter": "dflash_tools.add_drafter_command",
     "engines": "dflash_tools.engines_command",

@@ -1,0 +1,216 @@
+"""Every formula of a plan: bytes from sizes, and time from bytes and operations. Numbers in, numbers out.
+
+Bytes of weights and caches are exact for what is stored. The rest predicts: the constants below say on what ground.
+Letters: V vocabulary, H hidden, T cache capacity, S rows of a pass, b block size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from dflash_tools.device_table import Device
+from dflash_tools.model_shape import DrafterShape, Matrix, ModelShape
+
+PREFILL_CHUNK_TOKENS = 128
+"""What a session takes unless told otherwise."""
+INT4_GROUP = 128
+SCALE_BYTES = 2
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+ENGINE_BYTES_PER_LAYER_AND_PROFILE = 520_000
+"""TensorRT-RTX 1.7.1, 28 layers of Qwen2-7B's shape, weights as inputs: 14.5 MB for one profile, 72 MB for five."""
+BUILDER_BASE_BYTES = 430_000_000
+BUILDER_BYTES_PER_LAYER_AND_PROFILE = 1_400_000
+"""The same builds held 0.47 GB resident for one profile and 0.62 GB for five, on a machine without a GPU."""
+RUNTIME_BYTES = {True: 750_000_000, False: 450_000_000}
+"""CUDA context, TensorRT, and on unified memory Python too. Assumed: TensorRT's own log of a load on a workstation
+(github.com/NVIDIA/TensorRT/issues/2217) has 229 MiB for CUDA and 341 MiB for cuBLAS, host and device."""
+SYSTEM_BYTES = {True: 1_000_000_000, False: 500_000_000}
+"""Kept for the system. Unified: a Jetson without desktop idles at 0.7 to 1.0 GB (tegrastats); a desktop takes about
+0.8 GB more. A card: driver and screen."""
+WORKSPACE_BYTES = 32 << 20
+"""What a builder is allowed for scratch of its kernels."""
+
+ACHIEVED_BANDWIDTH = 0.8
+"""Part of the peak that reading weights reaches. Assumed: published 4-bit decoding speeds of 7B and 8B models on Orin
+and Thor come to 0.8 to 0.9 of their memory's bandwidth."""
+ACHIEVED_COMPUTE = 0.6
+"""Part of the tensor cores' peak that small matrix products reach. Assumed."""
+KERNELS_PER_LAYER = 12
+"""Two norms, q, k, v, rope, cache update, attention, o, gate and up, activation, down. Assumed."""
+KERNELS_PER_PASS = 6
+LAUNCH_S = {True: 3e-6, False: 2e-6}
+"""Time between two kernels beyond their work, by unified memory or not; less in a CUDA graph. Assumed."""
+HOST_TURN_S = {True: 100e-6, False: 40e-6}
+"""Starting a pass from the host and reading its ids. Assumed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """How weights are stored."""
+
+    matrices: str
+    """fp32, fp16, bf16, int8 (a scale per output channel) or int4 (a scale per group of 128 inputs)."""
+    tables: str
+    """The same for embedding and head."""
+
+    @property
+    def item_bytes(self) -> int:
+        """Of vectors, activations and caches."""
+        return ITEM_BYTES.get(self.matrices, 2)
+
+
+def matrix_bytes(matrix: Matrix, precision: str) -> int:
+    """Stored bytes of linear weights, scales included. A matrix that is not quantisable stays in 16 bit."""
+    if precision in ITEM_BYTES or not matrix.quantisable:
+        return matrix.elements * ITEM_BYTES.get(precision, 2)
+    if precision == "int8":
+        return matrix.elements + matrix.rows * matrix.count * SCALE_BYTES
+    groups = math.ceil(matrix.columns / INT4_GROUP)
+    return matrix.count * (math.ceil(matrix.rows * matrix.columns / 2) + matrix.rows * groups * SCALE_BYTES)
+
+
+def table_bytes(elements: int, columns: int, precision: str) -> int:
+    """Bytes of an embedding or head of [V, H]; 0 elements take nothing."""
+    return matrix_bytes(Matrix(elements // columns, columns), precision)
+
+
+def model_bytes(shape: ModelShape, storage: Storage) -> int:
+    """Weights of a model, a tied table once. For a drafter's body: what it brings itself."""
+    linear = sum(matrix_bytes(matrix, storage.matrices) for matrix in shape.matrices)
+    tables = sum(
+        table_bytes(elements, shape.hidden_size, storage.tables)
+        for elements in (shape.embedding_elements, shape.head_elements)
+    )
+    return linear + tables + shape.vector_elements * storage.item_bytes
+
+
+def drafter_bytes(drafter: DrafterShape, storage: Storage) -> int:
+    """Weights of a drafter; embedding and head are the target's and counted there."""
+    return model_bytes(drafter.body, storage) + matrix_bytes(drafter.fuse, storage.matrices)
+
+
+def capacity_tokens(max_context: int, block_sizes: Sequence[int], prefill_chunk: int = PREFILL_CHUNK_TOKENS) -> int:
+    """Rows T a cache is allocated with: a call may begin at `max_context` and writes all its rows."""
+    return max_context + max(*block_sizes, prefill_chunk)
+
+
+def kv_bytes(shape: ModelShape, capacity: int, item_bytes: int) -> int:
+    """A model's cache; windowed layers keep all rows, so that a rollback is a change of length alone."""
+    return sum(layer.row_elements for layer in shape.kv_layers) * capacity * item_bytes
+
+
+def scratch_bytes(
+    target: ModelShape, drafter: DrafterShape, storage: Storage, capacity: int, largest_block: int
+) -> int:
+    """Activations of the largest pass, one layer at a time, as without a fused attention kernel.
+
+    Residual stream, queries, keys, values and both halves of the MLP in the graph's precision; attention scores and
+    probabilities in fp32 and in the graph's precision; logits in fp32; taps; for quantised weights one dequantised
+    matrix, since a kernel for many rows may write it out.
+    """
+    rows = max(largest_block, PREFILL_CHUNK_TOKENS)
+    item = storage.item_bytes
+    kv_width = 2 * target.num_kv_heads * target.head_dim
+    widths = 3 * target.hidden_size + 2 * target.num_heads * target.head_dim + kv_width + 3 * target.intermediate_size
+    scores = rows * target.num_heads * capacity * (4 + item)
+    logits = 2 * largest_block * target.vocab_size * 4
+    taps = rows * drafter.num_taps * target.hidden_size * item
+    dequantised = 0
+    if storage.matrices in ("int8", "int4"):
+        dequantised = max(matrix.rows * matrix.columns for matrix in target.matrices) * item
+    return rows * widths * item + scores + logits + taps + dequantised + WORKSPACE_BYTES
+
+
+def num_profiles(block_sizes: Sequence[int]) -> tuple[int, int]:
+    """Static profiles of the target (plain, prefill, each block size), and of drafter and context together."""
+    return 2 + len(block_sizes), 2 * len(block_sizes) + 1
+
+
+def engine_bytes(target: ModelShape, drafter: DrafterShape, block_sizes: Sequence[int]) -> int:
+    """Engines that take their weights as inputs."""
+    mine, other = num_profiles(block_sizes)
+    return (target.num_layers * mine + drafter.body.num_layers * other) * ENGINE_BYTES_PER_LAYER_AND_PROFILE
+
+
+def builder_bytes(target: ModelShape, storage: Storage, block_sizes: Sequence[int], scratch: int) -> int:
+    """Peak of building the target's engine on the device: kernels are tried on the largest weight and scratch."""
+    tables = table_bytes(target.embedding_elements, target.hidden_size, storage.tables)
+    largest = max(
+        tables, *(matrix_bytes(dataclasses.replace(m, count=1), storage.matrices) for m in target.matrices)
+    )
+    profiles, _ = num_profiles(block_sizes)
+    return BUILDER_BASE_BYTES + BUILDER_BYTES_PER_LAYER_AND_PROFILE * target.num_layers * profiles + largest + scratch
+
+
+def roofline_s(device: Device, moved_bytes: float, operations: float) -> float:
+    """Time of kernels that move bytes and compute at once: the slower of the two (Williams et al., CACM 52(4), 2009).
+
+    Weights in int8 or int4 alone are widened in the kernel, so all operations are at the fp16 rate.
+    """
+    memory = moved_bytes / (device.bandwidth_gb_per_s * 1e9 * ACHIEVED_BANDWIDTH)
+    return max(memory, operations / (device.fp16_tflops * 1e12 * ACHIEVED_COMPUTE))
+
+
+def overhead_s(device: Device, layers: int) -> float:
+    """Launches of a pass and the host's turn."""
+    kernels = KERNELS_PER_LAYER * layers + KERNELS_PER_PASS
+    return kernels * LAUNCH_S[device.unified] + HOST_TURN_S[device.unified]
+
+
+def head_s(device: Device, target: ModelShape, storage: Storage, rows: int) -> float:
+    """The output head on `rows` rows; a tied one reads the embedding table."""
+    elements = target.head_elements or target.embedding_elements
+    stored = table_bytes(elements, target.hidden_size, storage.tables)
+    return roofline_s(device, stored + rows * target.vocab_size * 4, 2 * elements * rows)
+
+
+def attention_s(device: Device, shape: ModelShape, item_bytes: int, rows: int, depth_tokens: int) -> float:
+    """Attention of `rows` queries over a cache of `depth_tokens`, all layers; windows are read alone."""
+    total = 0.0
+    for layer in shape.kv_layers:
+        seen = min(depth_tokens, layer.window_tokens or depth_tokens) + rows
+        operations = 4 * rows * seen * shape.num_heads * shape.head_dim
+        total += roofline_s(device, seen * layer.row_elements * item_bytes, operations)
+    return total
+
+
+def body_s(device: Device, shape: ModelShape, storage: Storage, rows: int, depth_tokens: int) -> float:
+    """All decoder layers of a pass of `rows` rows, launches included."""
+    stored = sum(matrix_bytes(matrix, storage.matrices) for matrix in shape.matrices)
+    linear = roofline_s(device, stored + shape.vector_elements * storage.item_bytes, 2 * shape.matrix_elements * rows)
+    attention = attention_s(device, shape, storage.item_bytes, rows, depth_tokens)
+    return linear + attention + overhead_s(device, shape.num_layers)
+
+
+def verify_s(device: Device, target: ModelShape, storage: Storage, rows: int, depth_tokens: int) -> float:
+    """One pass of the target with logits of every row; `rows` is 1 for a plain step, b for a block."""
+    return body_s(device, target, storage, rows, depth_tokens) + head_s(device, target, storage, rows)
+
+
+def draft_s(
+    device: Device, target: ModelShape, drafter: DrafterShape, storage: Storage, block_size: int, depth_tokens: int
+) -> float:
+    """One pass of the drafter: all b rows through its layers, b - 1 through the target's head."""
+    body = body_s(device, drafter.body, storage, block_size, depth_tokens)
+    return body + head_s(device, target, storage, block_size - 1)
+
+
+def append_s(device: Device, drafter: DrafterShape, storage: Storage, rows: int) -> float:
+    """Tap rows into the drafter's context: the fusing matrix, then keys and values of every layer."""
+    body = drafter.body
+    projections = Matrix(body.num_kv_heads * body.head_dim, body.hidden_size, 2 * body.num_layers)
+    stored = matrix_bytes(drafter.fuse, storage.matrices) + matrix_bytes(projections, storage.matrices)
+    linear = roofline_s(device, stored, 2 * (drafter.fuse.elements + projections.elements) * rows)
+    # A layer here is two products, a norm, a rotation and two writes: half of a decoder layer's kernels.
+    return linear + overhead_s(device, math.ceil(body.num_layers / 2))
+
+
+def needed_acceptance_length(cycle_s: float, plain_s: float) -> float:
+    """Tokens a cycle must commit on average, the target's own included, to be as fast as plain decoding.
+
+    A cycle commits the acceptance length, a plain step one token: equal speed is cycle / length = plain.
+    """
+    return cycle_s / plain_s

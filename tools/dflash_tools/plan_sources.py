@@ -1,0 +1,134 @@
+"""Where a plan's sizes come from: config.json of a folder, a catalog name or a hub id, or a bundle. Never weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from dflash_runtime.bundle import MANIFEST_NAME, Bundle
+from dflash_runtime.errors import CheckpointError
+from dflash_tools.bundle_shape import drafter_shape_of_bundle, model_shape_of_bundle
+from dflash_tools.decoder_families import read_model_shape
+from dflash_tools.drafter_shape import assumed_drafter, read_drafter_shape
+from dflash_tools.error_lines import needs_extra
+from dflash_tools.model_shape import DrafterShape, ModelShape
+
+_HUB_ID = re.compile(r"^(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Target and drafter by their sizes, and what was assumed about them."""
+
+    target: ModelShape
+    drafter: DrafterShape
+    notes: tuple[str, ...]
+
+
+def find_pair(target: str, drafter: str | None) -> Pair:
+    """Reads the sizes of a pair; without a drafter the catalog's, the bundle's, or the paper's default is taken.
+
+    Args:
+        target: Folder with config.json, bundle, catalog name, or Hugging Face id with `@revision`.
+        drafter: The same for the drafter.
+
+    Raises:
+        CheckpointError: nothing there, or a config that cannot be read.
+        UnsupportedModelError: a family or a kind of drafter the plan does not know.
+        PairError: the two do not fit each other.
+    """
+    from dflash_export.catalog import CATALOG
+
+    if (Path(target) / MANIFEST_NAME).is_file():
+        return _pair_of_bundle(Path(target), drafter)
+    entry = CATALOG.get(target.lower())
+    shape = read_model_shape(*read_config(entry.target if entry else target, "target"))
+    published = entry.drafter if entry else None
+    if drafter is not None and (wanted := CATALOG.get(drafter.lower())) is not None:
+        if wanted.drafter is None:
+            raise CheckpointError(f"the catalog knows no drafter for {drafter}: {wanted.note}.")
+        drafter = wanted.drafter
+    reference = drafter or published
+    if reference is None:
+        return _assume(shape, None, f"{entry.note}; " if entry and entry.note else "")
+    config, name = read_config(reference, "drafter")
+    return Pair(shape, read_drafter_shape(config, shape, name), shape.notes)
+
+
+def read_config(reference: str, role: str) -> tuple[dict[str, Any], str]:
+    """Content of a checkpoint's config.json, and what to call the checkpoint.
+
+    Args:
+        reference: Folder or Hugging Face id; of an id config.json alone is fetched.
+        role: `target` or `drafter`, for messages.
+
+    Raises:
+        CheckpointError: nothing there, no JSON, or the hub refuses.
+    """
+    folder = Path(reference).expanduser()
+    if reference and folder.is_dir():
+        path = folder / "config.json"
+        if not path.is_file():
+            raise CheckpointError(f"{folder} has no config.json and no {MANIFEST_NAME}: no checkpoint, no bundle.")
+        return _read_object(path), folder.resolve().name
+    match = _HUB_ID.match(reference)
+    if match is None or folder.exists():
+        from dflash_export.catalog import CATALOG
+
+        raise CheckpointError(
+            f"{reference!r} is no {role}: not a folder with config.json, not a bundle, not a Hugging Face id like "
+            f"owner/name[@revision], and not a catalog name ({', '.join(sorted(CATALOG))})."
+        )
+    return _read_object(_fetch_config(match["id"], match["revision"])), match["id"].split("/")[1]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}).") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} holds {type(data).__name__} where an object is expected.")
+    return data
+
+
+def _fetch_config(repo: str, revision: str | None) -> Path:
+    with needs_extra("export"):
+        from huggingface_hub import errors, hf_hub_download
+    wanted = repo if revision is None else f"{repo}@{revision}"
+    try:
+        return Path(hf_hub_download(repo, "config.json", revision=revision))
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{wanted} is gated: accept its terms at https://huggingface.co/{repo} and log in with `hf auth login`."
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"config.json of {wanted} is not in the local Hugging Face cache and the hub cannot be reached. Connect "
+            "once, or give a folder that holds its config.json."
+        ) from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise CheckpointError(f"fetching config.json of {wanted} failed: {str(error).splitlines()[0]}") from error
+
+
+def _pair_of_bundle(path: Path, drafter: str | None) -> Pair:
+    bundle = Bundle.open(path, check_files=False)
+    shape = model_shape_of_bundle(bundle)
+    if drafter is not None:
+        config, name = read_config(drafter, "drafter")
+        return Pair(shape, read_drafter_shape(config, shape, name), shape.notes)
+    if bundle.manifest.drafter is not None:
+        return Pair(shape, drafter_shape_of_bundle(bundle, shape), shape.notes)
+    return _assume(shape, len(bundle.manifest.taps.layer_ids), "the bundle has none; ")
+
+
+def _assume(shape: ModelShape, num_taps: int | None, why: str) -> Pair:
+    drafter = assumed_drafter(shape) if num_taps is None else assumed_drafter(shape, num_taps)
+    note = (
+        f"no drafter given: {why}the paper's five layers at the target's width are assumed "
+        f"({drafter.num_parameters / 1e9:.2f} B parameters)"
+    )
+    return Pair(shape, drafter, (*shape.notes, note))
