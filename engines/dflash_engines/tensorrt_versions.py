@@ -165,8 +165,8 @@ def lacks_kernels(flavour: str, version: str, compute_capability: tuple[int, int
     if compute_capability < TENSORRT_LOWEST_COMPUTE_CAPABILITY:
         lowest = _text(TENSORRT_LOWEST_COMPUTE_CAPABILITY)
         return f"TensorRT {version} has no kernels for compute capability {gpu}; it has them from {lowest}."
-    first = TENSORRT_FIRST_WITH.get(compute_capability, (10, 3))
-    if major_minor(version) < first:
+    first = TENSORRT_FIRST_WITH.get(compute_capability)
+    if first is not None and major_minor(version) < first:
         return f"TensorRT {version} has no kernels for compute capability {gpu}; {_text(first)} is the first with them."
     return None
 

@@ -166,6 +166,6 @@ def test_a_higher_opset_is_refused() -> None:
 
 def test_a_valid_length_that_tensorrt_would_ignore_is_refused() -> None:
     inputs = [value("q"), value("k"), value("v"), None, None, None, value("length")]
-    with pytest.raises(EngineError, match="'attend' .* nonpad_kv_seqlen, which TensorRT ignores"):
+    with pytest.raises(EngineError, match=r"'attend' .* nonpad_kv_seqlen, which TensorRT ignores"):
         check_attention_inputs(graph_of(ir.node("Attention", inputs, name="attend"), opset=24))
     check_attention_inputs(graph_of(ir.node("Attention", inputs[:3], name="attend"), opset=24))

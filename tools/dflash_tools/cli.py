@@ -15,6 +15,7 @@ SUBCOMMANDS = {
     "engines": "dflash_tools.engines_command",
     "run": "dflash_tools.run_command",
     "inspect": "dflash_tools.inspect_command",
+    "doctor": "dflash_tools.doctor_command",
 }
 
 
