@@ -30,6 +30,20 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "lowered_check",
     "pipeline",
     "tiny_configs",
+} | {
+    "drafter_card",
+    "new_drafter",
+    "training_attention",
+    "training_blocks",
+    "training_checkpoint",
+    "training_evaluation",
+    "training_loop",
+    "training_loss",
+    "training_processes",
+    "training_run",
+    "training_schedule",
+    "training_taps",
+    "training_target",
 }
 HEAVY = ["torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "huggingface_hub", "safetensors"]
 
