@@ -3,103 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 from bare_ort import Array, BareSession, deviation
+from primitive_cases import (
+    BOTH_WAYS,
+    CALLS,
+    CAPACITY,
+    DRAFTERS,
+    FULL,
+    TARGETS,
+    WINDOW,
+    WINDOW_EDGES,
+    assert_same,
+    compare_drafter,
+    compare_target,
+    inputs_of,
+)
 from primitive_session import PrimitiveSession, filled_caches
-from tiny_graphs import Layer, Sizes, drafter_context_model, drafter_model, target_model
+from tiny_graphs import Sizes, drafter_context_model, drafter_model, target_model
 
 from dflash_engines.half_precision import emulate_half
 from dflash_engines.passes.new_rows import NewRows, read_new_rows
 from dflash_engines.primitive_form import lower_primitive
 from dflash_engines.tensorrt_versions import PRIMITIVE_OPERATORS
 from dflash_runtime.errors import EngineError
-
-CAPACITY = 56
-TOLERANCE = 2e-5
-W = 6
-
-FULL, WINDOW = Layer(), Layer(window=W)
-BOTH_WAYS, WINDOW_BOTH_WAYS = Layer(causal=False), Layer(causal=False, window=W)
-
-TARGETS = {
-    "llama": Sizes(),
-    "qwen2": Sizes(bias=True, kv_heads=1),
-    "qwen3": Sizes(head_norms=True),
-    "mistral": Sizes(layers=(WINDOW, WINDOW)),
-    "gemma2": Sizes(softcap=2.0, layers=(WINDOW, FULL), kv_heads=1),
-    "no-groups": Sizes(kv_heads=4, layers=(FULL, Layer(window=1), WINDOW)),
-    "odd-sizes": Sizes(head_dim=6, value_dim=10, softcap=2.0),
-}
-DRAFTERS = {
-    "bidirectional": Sizes(layers=(BOTH_WAYS, BOTH_WAYS), head_norms=True),
-    "windows": Sizes(layers=(WINDOW_BOTH_WAYS, WINDOW, BOTH_WAYS), kv_heads=1),
-    "causal": Sizes(layers=(FULL, FULL), kv_heads=4),
-}
-# (rows committed before, rows of this call): prefill, blocks after rollbacks, single rows
-CALLS = ((0, 16), (16, 4), (18, 1), (19, 4), (19, 16), (27, 1), (25, 4))
-WINDOW_EDGES = ((0, W - 1), (W - 1, 1), (W, 1), (W + 1, 4), (W - 1, 4), (W, 16), (W + 1, 1))
-
-
-def inputs_of(model: ir.Model, position: int, rows: int) -> dict[str, Array]:
-    random = np.random.default_rng(position * 100 + rows)
-    offered = {
-        "input_ids": random.integers(0, Sizes().vocab, (1, rows)),
-        "taps": random.standard_normal((1, rows, 2 * Sizes().hidden)).astype(np.float32),
-        "position": np.array([position]),
-        "logit_rows": np.arange(rows),
-    }
-    return {name: array for name, array in offered.items() if name in {v.name for v in model.graph.inputs}}
-
-
-def assert_same(found: dict[str, Array], expected: dict[str, Array], length: int, tolerance: float = TOLERANCE) -> None:
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        rows = slice(length) if name.startswith("present.") else slice(None)
-        if array.dtype == np.int64:
-            np.testing.assert_array_equal(found[name], array, err_msg=name)
-        else:
-            one, two = found[name][:, :, rows], array[:, :, rows]
-            assert np.isfinite(one).all(), name
-            assert deviation(one, two) < tolerance, name
-
-
-def compare_target(
-    model: ir.Model, lowered: ir.Model, fill: float = 0.0, capacity: int = CAPACITY,
-    calls: Iterable[tuple[int, int]] = CALLS,
-) -> None:  # fmt: skip
-    portable = BareSession(model, CAPACITY)
-    primitive = PrimitiveSession(lowered, filled_caches(lowered, capacity, fill))
-    for position, rows in calls:
-        inputs = inputs_of(model, position, rows)
-        assert_same(primitive(**inputs), portable(**inputs), position + rows)
-
-
-def without_presents(outputs: dict[str, Array]) -> dict[str, Array]:
-    return {name: array for name, array in outputs.items() if not name.startswith("present.")}
-
-
-def compare_drafter(
-    model: ir.Model, lowered: ir.Model, sizes: Sizes, fill: float = 0.0, calls: Iterable[tuple[int, int]] = CALLS
-) -> None:
-    """Rows as drafter_context appends them, then a block; the portable drafter leaves its block's rows behind."""
-    context = drafter_context_model(sizes)
-    lowered_context = lower_primitive(context, "drafter_context")
-    caches = filled_caches(lowered_context, CAPACITY, fill)
-    append, primitive_append = BareSession(context, CAPACITY), PrimitiveSession(lowered_context, caches)
-    draft, primitive_draft = BareSession(model, CAPACITY), PrimitiveSession(lowered, caches)
-    draft.state = append.state
-    for position, rows in calls:
-        taps = inputs_of(context, position, rows)
-        assert_same(primitive_append(**taps), append(**taps), position + rows)
-        for block in (1, 2, 4, 16):
-            ids = inputs_of(model, position + rows, block)
-            found, expected = primitive_draft(**ids), draft(**ids)
-            assert_same(without_presents(found), without_presents(expected), position + rows)
 
 
 @pytest.mark.parametrize("fill", [0.0, 1e4])
@@ -147,83 +79,6 @@ def test_unwritten_keys_may_be_nan_and_unwritten_values_must_be_finite() -> None
     assert_same(PrimitiveSession(lowered, caches)(**inputs), BareSession(model, CAPACITY)(**inputs), 8)
     caches["past_key_values.0.value"][:, :, 40] = np.nan
     assert not np.isfinite(PrimitiveSession(lowered, caches)(**inputs)["logits"]).any()
-
-
-def off_by_one_window(model: ir.Model) -> None:
-    """Makes the window of every mask one row wider."""
-    for index, node in enumerate([node for node in model.graph if node.op_type == "Sub"]):
-        size = node.inputs[1]
-        assert size is not None and size.const_value is not None
-        wider = ir.Value(name=f"wider.{index}", const_value=ir.Tensor(size.const_value.numpy() + 1, name="wider"))
-        model.graph.register_initializer(wider)
-        node.replace_input_with(1, wider)
-
-
-def dead_row_visible(model: ir.Model) -> None:
-    """Lets queries see the first cache row past the valid length."""
-    for node in list(model.graph):
-        if node.op_type == "Less" and model.graph.inputs[1] in node.inputs:
-            wrong = ir.node("LessOrEqual", node.inputs)
-            model.graph.insert_before(node, wrong)
-            ir.convenience.replace_all_uses_with(node.outputs[0], wrong.outputs[0])
-
-
-def bidirectional(model: ir.Model) -> None:
-    for node in model.graph:
-        node.attributes.pop("is_causal", None)
-
-
-def causal(model: ir.Model) -> None:
-    for node in model.graph:
-        if node.op_type == "Attention":
-            node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
-
-
-def rows_of_keys_and_values_swapped(model: ir.Model) -> None:
-    (joined,) = {value.producer() for value in model.graph.outputs if (value.name or "").startswith("new_rows.")}
-    assert joined is not None
-    first, second, *rest = joined.inputs
-    for index, value in enumerate([second, first, *rest]):
-        joined.replace_input_with(index, value)
-
-
-Fault = Callable[[ir.Model], None]
-BEFORE, AFTER = "before", "after"
-
-
-@pytest.mark.parametrize(
-    ("name", "fault", "when"),
-    [
-        ("mistral", off_by_one_window, BEFORE),
-        ("llama", bidirectional, BEFORE),
-        ("llama", dead_row_visible, AFTER),
-        ("llama", rows_of_keys_and_values_swapped, AFTER),
-    ],
-)
-def test_a_fault_in_a_target_is_seen(name: str, fault: Fault, when: str) -> None:
-    model = target_model(TARGETS[name])
-    faulty = model.clone()
-    if when == BEFORE:
-        fault(faulty)
-    lowered = lower_primitive(faulty, "target")
-    if when == AFTER:
-        fault(lowered)
-    with pytest.raises(AssertionError):
-        compare_target(model, lowered, fill=1.0)
-
-
-@pytest.mark.parametrize("fault", [causal, dead_row_visible])
-def test_a_fault_in_a_drafter_is_seen(fault: Fault) -> None:
-    sizes = DRAFTERS["bidirectional"]
-    model = drafter_model(sizes)
-    faulty = model.clone()
-    if fault is causal:
-        fault(faulty)
-    lowered = lower_primitive(faulty, "drafter")
-    if fault is not causal:
-        fault(lowered)
-    with pytest.raises(AssertionError):
-        compare_drafter(model, lowered, sizes, fill=1.0)
 
 
 # One rounding is 2^-11 or 2^-8 of the value; a few layers of them stay within this.
@@ -341,7 +196,7 @@ def expand_to_capacity(model: ir.Model) -> None:
         (lambda m: attention_of(m).replace_input_with(6, m.graph.inputs[1]), "layer 0 does not read `position` . S"),
     ],
 )
-def test_what_cannot_be_split_is_refused_by_name(change: Fault, message: str) -> None:
+def test_what_cannot_be_split_is_refused_by_name(change: Callable[[ir.Model], None], message: str) -> None:
     model = target_model()
     change(model)
     with pytest.raises(EngineError, match=message):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+import numpy as np
 import onnx_ir as ir
 
 from dflash_engines.passes.graph_reading import constant, dims, integer_attribute, integers, made_by, scalar
-from dflash_engines.passes.graph_writing import add_integers, emit
+from dflash_engines.passes.graph_writing import add_constant, add_integers, emit
 from dflash_runtime.errors import EngineError
 
 _ELEMENTWISE = frozenset({
@@ -48,14 +49,13 @@ def add_key_columns(graph: ir.Graph, past: ir.Value, position: ir.Value, tokens:
         tokens: What is [1, S] or [1, S, ...] of this call.
     """
     first = graph[0]
-    zero, one = add_integers(graph, [0]), add_integers(graph, [1])
+    zero, one = (add_constant(graph, f"lowered.number.{n}", np.array(n, np.int64)) for n in (0, 1))
     capacity = emit(first, "Shape", [past], {"start": 2, "end": 3}, dtype=ir.DataType.INT64, shape=(1,))
     count = emit(first, "Shape", [tokens], {"start": 1, "end": 2}, dtype=ir.DataType.INT64, shape=(1,))
-    zero_number, one_number = (emit(first, "Squeeze", [number], shape=()) for number in (zero, one))
 
     def numbers(length: ir.Value, name: str) -> ir.Value:
         end = emit(first, "Squeeze", [length], shape=())
-        return emit(first, "Range", [zero_number, end, one_number], shape=(name,))
+        return emit(first, "Range", [zero, end, one], shape=(name,))
 
     cache_rows = numbers(capacity, "T")
     new_rows = emit(first, "Add", [numbers(count, "S"), position], shape=("S",))

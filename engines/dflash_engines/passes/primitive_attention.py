@@ -84,9 +84,9 @@ def _refuse_other_readers(graph: ir.Graph, found: list[CachedAttention]) -> None
         for reader in node.outputs[0].consumers():
             if reader not in attentions and reader.op_type != "Shape":
                 raise EngineError(
-                    f"{reader.op_type} reads the cache {node.outputs[0].name} after its write: that layer has "
-                    "attention sinks, or computes its keys or values from what it keeps. Its attention cannot be split "
-                    "in two parts; use a backend with a KV update operator (ort-cpu, or TensorRT 10.15 and later)."
+                    f"{reader.op_type} reads the cache {node.outputs[0].name} after its write: that layer attends in a "
+                    "way of its own (sinks, ALiBi, keys or values computed from what it keeps), which cannot be split "
+                    "in two parts. Use a backend with a KV update operator (ort-cpu, or TensorRT 10.15 and later)."
                 )
 
 
