@@ -10,7 +10,7 @@ from dflash_runtime.errors import BundleError
 from dflash_tools.model_shape import DrafterShape, KvLayer, Matrix, ModelShape
 
 _DRAFTER = "drafter."
-_FUSE = "drafter.fc.weight"
+_FUSE = "drafter.fc"
 _FLOATS = ("F32", "F16", "BF16")
 
 
@@ -24,12 +24,11 @@ def model_shape_of_bundle(bundle: Bundle) -> ModelShape:
     tables = {facts.embedding_weight, facts.head_weight}
     own = {name: e for name, e in weights.items() if not name.startswith(_DRAFTER) and name not in tables}
     kv = _kv_layers(facts.graph.state)
-    query = max((e.shape[0] for name, e in own.items() if name.endswith("q_proj.weight")), default=facts.hidden_size)
-    widest = max((max(e.shape) for e in own.values() if len(e.shape) > 1), default=facts.hidden_size)
     return ModelShape(
         name=facts.name, family=facts.model_type, num_layers=facts.num_layers, hidden_size=facts.hidden_size,
-        vocab_size=facts.vocab_size, num_heads=query // kv[0].head_dim, head_dim=kv[0].head_dim,
-        num_kv_heads=kv[0].kv_heads, intermediate_size=widest, matrices=_matrices(own.values()),
+        vocab_size=facts.vocab_size, num_heads=_query_rows(own, facts.hidden_size) // kv[0].head_dim,
+        head_dim=kv[0].head_dim, num_kv_heads=kv[0].kv_heads, intermediate_size=_widest(own, facts.hidden_size),
+        matrices=_matrices(own.values()),
         vector_elements=sum(_elements(e) for e in own.values() if len(e.shape) < 2),
         embedding_elements=_elements(weights[facts.embedding_weight]),
         head_elements=0 if facts.tied_head else _elements(weights[facts.head_weight]),
@@ -46,17 +45,16 @@ def drafter_shape_of_bundle(bundle: Bundle, target: ModelShape) -> DrafterShape:
     facts, weights = bundle.manifest.drafter, _float_weights(bundle)
     if facts is None:
         raise BundleError(f"{bundle.path} has no drafter. Add one with: dflash-export add-drafter BUNDLE DRAFTER")
-    own = {name: e for name, e in weights.items() if name.startswith(_DRAFTER) and name != _FUSE}
+    own = {name: e for name, e in weights.items() if name.startswith(_DRAFTER) and not name.startswith(_FUSE)}
     kv = _kv_layers(facts.context_graph.state)
-    query = weights["drafter.layers.0.self_attn.q_proj.weight"].shape[0]
     body = ModelShape(
         name=facts.name, family="dflash", num_layers=facts.num_layers, hidden_size=facts.hidden_size,
-        vocab_size=target.vocab_size, num_heads=query // kv[0].head_dim, head_dim=kv[0].head_dim,
-        num_kv_heads=kv[0].kv_heads, intermediate_size=weights["drafter.layers.0.mlp.gate_proj.weight"].shape[0],
+        vocab_size=target.vocab_size, num_heads=_query_rows(own, facts.hidden_size) // kv[0].head_dim,
+        head_dim=kv[0].head_dim, num_kv_heads=kv[0].kv_heads, intermediate_size=_widest(own, facts.hidden_size),
         matrices=_matrices(own.values()), vector_elements=sum(_elements(e) for e in own.values() if len(e.shape) < 2),
         embedding_elements=0, head_elements=0, kv_layers=kv, max_position_tokens=target.max_position_tokens,
     )  # fmt: skip
-    rows, columns = weights[_FUSE].shape
+    rows, columns = next(e.shape for name, e in weights.items() if name.startswith(_FUSE))
     taps = len(bundle.manifest.taps.layer_ids)
     return DrafterShape(body, Matrix(rows, columns, quantisable=False), facts.block_size, taps)
 
@@ -81,6 +79,16 @@ def _matrices(entries: Iterable[WeightEntry]) -> tuple[Matrix, ...]:
     """Weights of two or more axes; leading axes, such as experts, count as so many matrices."""
     shapes = [entry.shape for entry in entries if len(entry.shape) > 1]
     return tuple(Matrix(shape[-2], shape[-1], math.prod(shape[:-2])) for shape in shapes)
+
+
+def _query_rows(own: Mapping[str, WeightEntry], hidden_size: int) -> int:
+    """Width of all query heads; a model that fuses q, k and v has, as good as always, its hidden size."""
+    return next((e.shape[0] for name, e in own.items() if name.endswith("q_proj.weight")), hidden_size)
+
+
+def _widest(own: Mapping[str, WeightEntry], hidden_size: int) -> int:
+    """The longest side of any linear weight: the MLP's inner size, and more where gate and up are fused."""
+    return max((max(e.shape) for e in own.values() if len(e.shape) > 1), default=hidden_size)
 
 
 def _elements(entry: WeightEntry) -> int:

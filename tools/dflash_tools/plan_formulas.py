@@ -24,6 +24,9 @@ ENGINE_BYTES_PER_LAYER_AND_PROFILE = 520_000
 BUILDER_BASE_BYTES = 430_000_000
 BUILDER_BYTES_PER_LAYER_AND_PROFILE = 1_400_000
 """The same builds held 0.47 GB resident for one profile and 0.62 GB for five, on a machine without a GPU."""
+ORT_BYTES_PER_TARGET_LAYER = 5_000
+ORT_BYTES_PER_DRAFTER_LAYER = 12_800
+"""Graphs for ort-cpu without weights, drafter and context together: 151 kB for SmolLM2's 30 layers, 38 kB for 3."""
 RUNTIME_BYTES = {True: 750_000_000, False: 450_000_000}
 """CUDA context, TensorRT, and on unified memory Python too. Assumed: TensorRT's own log of a load on a workstation
 (github.com/NVIDIA/TensorRT/issues/2217) has 229 MiB for CUDA and 341 MiB for cuBLAS, host and device."""
@@ -133,6 +136,12 @@ def engine_bytes(target: ModelShape, drafter: DrafterShape, block_sizes: Sequenc
     """Engines that take their weights as inputs."""
     mine, other = num_profiles(block_sizes)
     return (target.num_layers * mine + drafter.body.num_layers * other) * ENGINE_BYTES_PER_LAYER_AND_PROFILE
+
+
+def ort_engine_bytes(target: ModelShape, drafter: DrafterShape | None) -> int:
+    """Lowered graphs of ort-cpu; weights lie apart."""
+    other = 0 if drafter is None else drafter.body.num_layers * ORT_BYTES_PER_DRAFTER_LAYER
+    return target.num_layers * ORT_BYTES_PER_TARGET_LAYER + other
 
 
 def builder_bytes(target: ModelShape, storage: Storage, block_sizes: Sequence[int], scratch: int) -> int:

@@ -68,12 +68,22 @@ def read_config(reference: str, role: str) -> tuple[dict[str, Any], str]:
     Raises:
         CheckpointError: nothing there, no JSON, or the hub refuses.
     """
+    path, name = find_config(reference, role)
+    return read_object(path), name
+
+
+def find_config(reference: str, role: str) -> tuple[Path, str]:
+    """Path of a checkpoint's config.json, and what to call the checkpoint; see `read_config`.
+
+    Raises:
+        CheckpointError: nothing there, or the hub refuses.
+    """
     folder = Path(reference).expanduser()
     if reference and folder.is_dir():
         path = folder / "config.json"
         if not path.is_file():
             raise CheckpointError(f"{folder} has no config.json and no {MANIFEST_NAME}: no checkpoint, no bundle.")
-        return _read_object(path), folder.resolve().name
+        return path, folder.resolve().name
     match = _HUB_ID.match(reference)
     if match is None or folder.exists():
         from dflash_export.catalog import CATALOG
@@ -82,10 +92,15 @@ def read_config(reference: str, role: str) -> tuple[dict[str, Any], str]:
             f"{reference!r} is no {role}: not a folder with config.json, not a bundle, not a Hugging Face id like "
             f"owner/name[@revision], and not a catalog name ({', '.join(sorted(CATALOG))})."
         )
-    return _read_object(_fetch_config(match["id"], match["revision"])), match["id"].split("/")[1]
+    return _fetch_config(match["id"], match["revision"]), match["id"].split("/")[1]
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        CheckpointError: not JSON, or not an object.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

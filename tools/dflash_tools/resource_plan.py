@@ -121,7 +121,7 @@ def settle_options(
         CheckpointError: a context or a block size that the pair cannot serve.
     """
     limits = [(pair.target.max_position_tokens, "the target"), (pair.drafter.body.max_position_tokens, "the drafter")]
-    limit, whose = min(((n, w) for n, w in limits if n is not None), default=(DEFAULT_CONTEXT_TOKENS, "the plan"))
+    limit, whose = min(((n or 1 << 30, whose) for n, whose in limits), key=lambda limit: limit[0])
     if max_context is not None and max_context < 2:
         raise CheckpointError(f"--max-context {max_context} leaves no room for a prompt and an answer; give 2 or more.")
     if max_context is not None and max_context > limit:

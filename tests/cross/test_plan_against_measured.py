@@ -1,0 +1,88 @@
+"""The plan from config files against real bundles: files, caches of a session, and the two ways to read sizes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from pairs import AUTHOR_PAIRS, HALF_PAIRS, MAIN, Pair
+from tiny_models import edit_json
+
+from dflash_runtime.bundle import Bundle
+from dflash_tools import plan_formulas
+from dflash_tools.bundle_shape import drafter_shape_of_bundle, model_shape_of_bundle
+from dflash_tools.plan_against_measured import main, plan_shapes
+
+Make = Callable[[Pair], Path]
+(UNTIED,) = (pair for pair in AUTHOR_PAIRS if pair.name == "qwen2-untied-block-2")
+
+
+def compare(bundle: Path, *arguments: object) -> Result:
+    argv = [str(bundle), "--threads", "1", *map(str, arguments)]
+    return CliRunner().invoke(main, argv, catch_exceptions=False)
+
+
+@pytest.mark.parametrize("pair", [MAIN, HALF_PAIRS[0]], ids=lambda pair: pair.name)
+def test_weights_and_caches_are_as_planned(exported: Make, pair: Pair) -> None:
+    done = compare(exported(pair), "--json")
+    assert done.exit_code == 0, done.output
+    items = {item["name"]: item for item in json.loads(done.stdout)["items"]}
+    assert set(items) == {"target weight files", "target KV cache", "drafter weight files", "drafter KV cache",
+                          "engine files", "session: weights in fp32 and KV"}  # fmt: skip
+    for role in ("target", "drafter"):
+        assert items[f"{role} KV cache"]["difference"] == 0
+        assert 0 <= items[f"{role} weight files"]["difference"] < 0.03  # the file's header
+        assert items[f"{role} weight files"]["judged"] and items[f"{role} KV cache"]["judged"]
+    assert items["engine files"]["real_bytes"] > 0
+
+
+def test_a_plan_that_forgets_the_prefill_chunk_fails(exported: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_formulas, "capacity_tokens", lambda context, blocks: context + max(blocks))
+    done = compare(exported(MAIN))
+    assert done.exit_code == 1
+    assert "target KV cache" in done.stdout
+    assert "FAILED: over 3%" in done.stdout
+
+
+def test_a_plan_that_forgets_the_fusing_matrix_fails(exported: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_formulas, "drafter_bytes", lambda drafter, storage: plan_formulas.model_bytes(
+        drafter.body, storage))  # fmt: skip
+    done = compare(exported(MAIN))
+    assert done.exit_code == 1
+    (line,) = [line for line in done.stdout.splitlines() if "FAILED" in line]
+    assert line.startswith("drafter weight files")
+
+
+@pytest.mark.parametrize("pair", [MAIN, UNTIED], ids=lambda pair: pair.name)
+def test_config_and_manifest_give_the_same_sizes(exported: Make, pair: Pair) -> None:
+    bundle = Bundle.open(exported(pair))
+    by_config, drafter = plan_shapes(bundle)
+    by_manifest = model_shape_of_bundle(bundle)
+    assert by_config.num_parameters == by_manifest.num_parameters == bundle.manifest.target.num_parameters
+    for field in ("num_heads", "head_dim", "num_kv_heads", "embedding_elements", "head_elements", "vector_elements"):
+        assert getattr(by_config, field) == getattr(by_manifest, field), field
+    assert by_config.kv_layers == by_manifest.kv_layers
+    assert drafter is not None
+    assert bundle.manifest.drafter is not None
+    listed = drafter_shape_of_bundle(bundle, by_manifest)
+    assert drafter.num_parameters == listed.num_parameters == bundle.manifest.drafter.num_parameters
+    assert drafter.fuse == listed.fuse
+    assert (drafter.num_taps, drafter.block_size) == (listed.num_taps, listed.block_size)
+
+
+def test_the_config_must_be_the_one_of_the_bundle(exported: Make, tmp_path: Path) -> None:
+    bundle = exported(MAIN)
+    other = tmp_path / "other"
+    shutil.copytree(bundle.parent / "target", other)
+    assert compare(bundle, "--target", other).exit_code == 0
+    edit_json(other / "config.json", num_hidden_layers=7)
+    refused = compare(bundle, "--target", other)
+    assert refused.exit_code == 1
+    assert "was built from" in refused.stderr and "--target" in refused.stderr
+    gone = compare(bundle, "--drafter", tmp_path / "gone")
+    assert gone.exit_code == 1
+    assert "Give the checkpoint the bundle was built from with --drafter" in gone.stderr
