@@ -143,6 +143,7 @@ def test_a_published_speed_is_near() -> None:
     plan = plan_of(QWEN3_8B, device="agx-thor-128gb", precision="int4", context=4096, blocks=(16,))
     assert 1000 / plan.plain_ms == pytest.approx(47.3, rel=0.25)
     assert 3.26 * 1000 / plan.blocks[0].cycle_ms == pytest.approx(90.0, rel=0.25)
+    assert plan.blocks[0].needed_acceptance_length == pytest.approx(3.26 * 47.3 / 90.0, rel=0.25)
 
 
 def test_qwen2_7b_in_int4_on_the_small_boards() -> None:

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from dflash_tools.model_shape import ModelShape
 from dflash_tools.plan_proposals import Proposal
-from dflash_tools.resource_plan import MemoryItem, Plan, shape_facts
+from dflash_tools.resource_plan import MemoryItem, Plan
 from dflash_tools.sizes import bytes_text, count_text
 
-PREDICTION = "prediction from bandwidth and compute, not measured"
+PREDICTION = "prediction from bandwidth and compute, not measured; real cycles tend to cost more"
 _LABEL = 30
 
 
@@ -59,9 +60,9 @@ def plan_facts(plan: Plan, proposals: list[Proposal]) -> dict[str, Any]:
     """The plan as JSON data."""
     target, drafter = plan.pair.target, plan.pair.drafter
     return {
-        "target": {**shape_facts(target), "num_parameters": target.num_parameters},
+        "target": {**_shape_facts(target), "num_parameters": target.num_parameters},
         "drafter": {
-            **shape_facts(drafter.body),
+            **_shape_facts(drafter.body),
             "num_parameters": drafter.num_parameters,
             "block_size": drafter.block_size,
             "num_taps": drafter.num_taps,
@@ -87,6 +88,11 @@ def plan_facts(plan: Plan, proposals: list[Proposal]) -> dict[str, Any]:
         "proposals": [dataclasses.asdict(proposal) for proposal in proposals],
         "notes": list(plan.pair.notes),
     }
+
+
+def _shape_facts(shape: ModelShape) -> dict[str, object]:
+    return {"name": shape.name, "family": shape.family, "num_layers": shape.num_layers,
+            "hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size}  # fmt: skip
 
 
 def _item_lines(items: tuple[MemoryItem, ...], total: int) -> Iterator[str]:

@@ -42,16 +42,13 @@ def find_pair(target: str, drafter: str | None) -> Pair:
     """
     from dflash_export.catalog import CATALOG
 
-    if (Path(target) / MANIFEST_NAME).is_file():
-        return _pair_of_bundle(Path(target), drafter)
+    drafter = None if drafter is None else _drafter_reference(drafter)
+    folder = Path(target).expanduser()
+    if (folder / MANIFEST_NAME).is_file():
+        return _pair_of_bundle(folder, drafter)
     entry = CATALOG.get(target.lower())
     shape = read_model_shape(*read_config(entry.target if entry else target, "target"))
-    published = entry.drafter if entry else None
-    if drafter is not None and (wanted := CATALOG.get(drafter.lower())) is not None:
-        if wanted.drafter is None:
-            raise CheckpointError(f"the catalog knows no drafter for {drafter}: {wanted.note}.")
-        drafter = wanted.drafter
-    reference = drafter or published
+    reference = drafter or (entry.drafter if entry else None)
     if reference is None:
         return _assume(shape, None, f"{entry.note}; " if entry and entry.note else "")
     config, name = read_config(reference, "drafter")
@@ -108,6 +105,18 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} holds {type(data).__name__} where an object is expected.")
     return data
+
+
+def _drafter_reference(drafter: str) -> str:
+    """What a catalog name stands for as a drafter; anything else is taken as it is."""
+    from dflash_export.catalog import CATALOG
+
+    entry = CATALOG.get(drafter.lower())
+    if entry is None:
+        return drafter
+    if entry.drafter is None:
+        raise CheckpointError(f"the catalog knows no drafter for {drafter}: {entry.note}.")
+    return entry.drafter
 
 
 def _fetch_config(repo: str, revision: str | None) -> Path:

@@ -8,7 +8,6 @@ from dflash_runtime.errors import CheckpointError
 from dflash_tools import plan_formulas as formulas
 from dflash_tools.device_table import Device
 from dflash_tools.drafter_shape import default_block_sizes
-from dflash_tools.model_shape import ModelShape
 from dflash_tools.plan_sources import Pair
 
 DEFAULT_CONTEXT_TOKENS = 4096
@@ -169,12 +168,6 @@ def build_items(pair: Pair, place: Place, options: PlanOptions) -> tuple[MemoryI
     """What memory holds at the peak of building engines on the device."""
     peak = formulas.builder_bytes(pair.target, options.storage, options.block_sizes, _scratch(pair, options))
     return tuple(MemoryItem(*row) for row in [("builder peak", peak, PREDICTED), *_fixed(place)])
-
-
-def shape_facts(shape: ModelShape) -> dict[str, object]:
-    """A model in JSON."""
-    return {"name": shape.name, "family": shape.family, "num_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size}  # fmt: skip
 
 
 def _scratch(pair: Pair, options: PlanOptions) -> int:
