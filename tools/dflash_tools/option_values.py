@@ -38,3 +38,23 @@ def read_token_ids(text: str) -> list[int]:
         if not re.fullmatch(r"[+-]?\d+", word):
             raise click.BadParameter(f"{word!r} is not a token id; with --ids the prompt is numbers such as 1,2,3.")
     return [int(word) for word in words]
+
+
+class MemorySize(click.ParamType):
+    """A number of bytes, with a unit if wanted: 1500000000, 800MB, 1.5GB, 2GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes of a text; click's usage error for anything that is not a positive size."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?", str(value).strip())
+        if found is None:
+            self.fail(f"{value!r} is not a size in bytes such as 800MB, 1.5GB or 2GiB.", param, ctx)
+        number, unit, binary = found.groups()
+        size = float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " ")
+        if size < 1:
+            self.fail(f"{value!r} is no size.", param, ctx)
+        return int(size)
+
+
+MEMORY_SIZE = MemorySize()

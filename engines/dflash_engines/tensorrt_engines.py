@@ -1,0 +1,184 @@
+"""Bundle -> TensorRT engines: one per graph, a static profile per block size, for one kind of GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from dflash_engines.engine_cache import EngineCache
+from dflash_engines.engine_place import engines_folder, replace_folder
+from dflash_engines.tensorrt_network import Network
+from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan
+from dflash_engines.tensorrt_versions import VersionRow, lacks_kernels, row_for
+from dflash_engines.this_gpu import compute_capability_here
+from dflash_runtime.bundle import Bundle
+from dflash_runtime.device_engine import (
+    BoundWeight,
+    DeviceEngineRecord,
+    EngineProfile,
+    GraphEngine,
+    device_tag,
+    read_device_engine,
+)
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME
+from dflash_runtime.errors import EngineError
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage, thousandths done, and 1000."""
+
+_PACKAGES = {"tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), "tensorrt-rtx": ("tensorrt-rtx",)}
+_MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+_COPY_ALLOWANCE_BYTES = 96 << 20
+"""Scratch memory TensorRT takes for the workspaces of matrix products, whatever the weights: six of 8 MiB side by
+side in a drafter's context of three layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltEngines:
+    """What `build_engines` made or found."""
+
+    record: DeviceEngineRecord
+    folder: Path
+    reused: list[str]
+    """Graphs whose engine was there already."""
+    seconds: float
+    weight_bytes: int
+    """Device memory the weights take, each once; 0 where the engines hold them."""
+    saved_bytes: int
+    """Device memory that a copy of the weights in each engine would take on top."""
+
+
+def build_engines(bundle: Bundle, options: EngineOptions, progress: Progress | None = None) -> BuiltEngines:
+    """Builds the engines of a bundle, and keeps those that still fit.
+
+    Args:
+        bundle: The bundle, in fp16 or bf16.
+        options: What for.
+        progress: Called with stage, thousandths done, 1000.
+
+    Raises:
+        EngineError: this TensorRT is missing, too old or has no kernels for the GPU; it refuses a graph or fails to
+            build; the build takes more memory than allowed; or an engine would copy weights on every call.
+        OutputError: neither the bundle nor the cache folder can be written.
+    """
+    tell = progress or (lambda stage, done, total: None)
+    row, tensorrt_version = _installed(options.backend)
+    capability = _capability(options, tensorrt_version)
+    plan = EnginePlan(bundle, options, row, tensorrt_version, capability)
+    folder = engines_folder(bundle, device_tag(options.backend, capability, options.weights_mode))
+    present = _present(folder)
+    reused: list[str] = []
+    engines: list[GraphEngine] = []
+    seconds = 0.0
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as scratch:
+        partial = Path(scratch) / "engines"
+        partial.mkdir()
+        for kind, file in plan.graphs.items():
+            network, profiles = plan.network(kind, file), plan.profiles(kind)
+            key = plan.key(network, profiles)
+            engine = _known(kind, key, present, folder, partial / f"{kind}.engine")
+            if engine is not None:
+                reused.append(kind)
+            else:
+                engine, took = _build(plan, network, profiles, key, partial / f"{kind}.engine", tell)
+                seconds += took
+            engines.append(engine)
+        record = plan.record(engines, partial)
+        record.write(partial)
+        replace_folder(partial, folder)
+    return BuiltEngines(record, folder, reused, seconds, *plan.weight_bytes(engines))
+
+
+def _build(plan: EnginePlan, network: Network, profiles: list[EngineProfile], key: str, target: Path, tell: Progress
+           ) -> tuple[GraphEngine, float]:
+    built = plan.build(network, profiles, target, lambda done: tell(f"build {network.kind}", done, 1000))
+    engine = GraphEngine(
+        kind=network.kind,
+        file=target.name,
+        build_key=key,
+        profiles=profiles,
+        weights=[BoundWeight(w.input, w.weight, w.dtype) for w in network.weight_inputs],
+        scratch_bytes=built.outcome.scratch_bytes,
+        build_peak_bytes=built.peak_bytes,
+    )
+    _refuse_copied_weights(engine, network)
+    EngineCache().keep(key, target, engine)
+    return engine, built.seconds
+
+
+def _present(folder: Path) -> DeviceEngineRecord | None:
+    """The engines that lie there, if they are whole; missing, damaged or foreign ones are made anew."""
+    if not (folder / ENGINE_RECORD_NAME).is_file():
+        return None
+    try:
+        return read_device_engine(folder, "They are made anew.")
+    except EngineError:
+        return None
+
+
+def _known(kind: str, key: str, present: DeviceEngineRecord | None, folder: Path, target: Path) -> GraphEngine | None:
+    """The engine wanted, copied to `target`, if it lies in the folder or was built before for another bundle."""
+    for engine in present.engines if present is not None else ():
+        if engine.kind == kind and engine.build_key == key:
+            shutil.copyfile(folder / engine.file, target)
+            return engine
+    return EngineCache().fetch(key, target)
+
+
+def _installed(backend: str) -> tuple[VersionRow, str]:
+    if backend not in _MODULES:
+        raise EngineError(f"{backend!r} is no TensorRT; known are {' and '.join(_MODULES)}.")
+    if importlib.util.find_spec("polygraphy") is None:
+        raise EngineError(f"Building engines needs polygraphy: pip install 'dflash-export[{backend}]'")
+    for package in _PACKAGES[backend]:
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        return row_for(backend, found), found
+    try:  # a Jetson's TensorRT comes from the system and has no package metadata
+        module = __import__(_MODULES[backend])
+    except ImportError as error:
+        raise EngineError(
+            f"{backend} is not installed ({error}). Run `dflash-export doctor`: it says what to type on this machine."
+        ) from error
+    return row_for(backend, module.__version__), str(module.__version__)
+
+
+def _capability(options: EngineOptions, tensorrt_version: str) -> str:
+    here = compute_capability_here()
+    wanted = options.compute_capability or here
+    if wanted is None:
+        raise EngineError(
+            "This machine has no NVIDIA GPU to build for. Name one with --compute-capability, such as 8.9 for RTX 40."
+        )
+    try:
+        major, minor = (int(part) for part in wanted.split("."))
+    except ValueError:
+        raise EngineError(f"{wanted!r} is no compute capability; it is two numbers such as 8.9.") from None
+    if options.backend == "tensorrt" and wanted != here:
+        raise EngineError(
+            f"TensorRT builds for the GPU it runs on, {here or 'and there is none here'}, not for {wanted}. Build on "
+            "the device, or use --backend tensorrt-rtx."
+        )
+    problem = lacks_kernels(options.backend, tensorrt_version, (major, minor))
+    if problem is not None:
+        raise EngineError(problem)
+    return wanted
+
+
+def _refuse_copied_weights(engine: GraphEngine, network: Network) -> None:
+    for profile, scratch in zip(engine.profiles, engine.scratch_bytes, strict=False):
+        rows = max(profile.rows, profile.logit_rows)
+        allowed = _COPY_ALLOWANCE_BYTES + rows * network.activation_bytes_per_row
+        if scratch > allowed:
+            raise EngineError(
+                f"The {engine.kind} engine takes {scratch >> 20} MiB of scratch memory for {profile.rows} rows, and "
+                f"its intermediate values are at most {allowed >> 20} MiB: it copies weights on every call. Build it "
+                "with --weights embedded, and please report the model."
+            )

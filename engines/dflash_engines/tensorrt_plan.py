@@ -1,0 +1,173 @@
+"""What engines a bundle gets: block sizes, profiles, capacity, and the order each is built by."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import onnx_ir as ir
+
+from dflash_engines.build_process import FinishedBuild, run_build
+from dflash_engines.engine_cache import EngineCache
+from dflash_engines.tensorrt_build import BuildOrder
+from dflash_engines.tensorrt_network import Network, make_network
+from dflash_engines.tensorrt_versions import VersionRow
+from dflash_runtime.bundle import Bundle, file_facts
+from dflash_runtime.device_engine import (
+    DEVICE_ENGINE_SCHEMA_VERSION,
+    DeviceEngineRecord,
+    EngineProfile,
+    GraphEngine,
+)
+from dflash_runtime.errors import EngineError
+
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """What engines are made for."""
+
+    backend: str
+    """`tensorrt` or `tensorrt-rtx`."""
+    compute_capability: str | None = None
+    """`8.9`; None for the GPU of this machine."""
+    block_sizes: Sequence[int] = ()
+    """Block sizes, anchor included; empty for those of the bundle."""
+    prefill_chunk_tokens: int = 128
+    weights_mode: str = "shared"
+    """`shared`: weights are inputs, one copy for all engines. `embedded`: each engine holds its own."""
+    precision: str | None = None
+    """fp16 or bf16; None for that of the bundle."""
+    max_build_memory_bytes: int | None = None
+
+
+class EnginePlan:
+    """The facts of one run of the builder, and what follows from them for each graph."""
+
+    def __init__(self, bundle: Bundle, options: EngineOptions, row: VersionRow, tensorrt_version: str,
+                 compute_capability: str) -> None:
+        self.bundle, self.options, self.row = bundle, options, row
+        self.tensorrt_version, self.compute_capability = tensorrt_version, compute_capability
+        manifest = bundle.manifest
+        self.precision = options.precision or manifest.precision
+        if manifest.precision == "fp32":
+            raise EngineError(
+                f"{bundle.path} is an fp32 bundle and TensorRT engines compute in fp16 or bf16. Build the bundle with "
+                "--precision bf16: it says where PyTorch rounds and where it computes in fp32."
+            )
+        if options.weights_mode == "embedded" and self.precision != manifest.precision:
+            raise EngineError(
+                f"Embedded weights keep the bundle's precision, {manifest.precision}, and {self.precision} is asked "
+                "for. Use --weights shared, which converts them when they are loaded."
+            )
+        self.block_sizes = sorted(set(options.block_sizes or manifest.block_sizes) - {1})
+        largest = max(manifest.block_sizes)
+        if manifest.drafter is None:
+            self.block_sizes = []
+        elif not self.block_sizes or self.block_sizes[-1] > largest or self.block_sizes[0] < 2:
+            raise EngineError(
+                f"Block sizes {list(options.block_sizes)} do not fit the bundle, which takes 2 to {largest}."
+            )
+        self.chunk = options.prefill_chunk_tokens
+        self.capacity_rows = manifest.max_context_tokens + max(largest, self.chunk)
+        self.graphs = {"target": manifest.target.graph.file}
+        if manifest.drafter is not None:
+            self.graphs["drafter_context"] = manifest.drafter.context_graph.file
+            self.graphs["drafter"] = manifest.drafter.graph.file
+
+    def network(self, kind: str, file: str) -> Network:
+        """The network of one graph."""
+        return make_network(
+            ir.load(self.bundle.file(file)), kind, self.row, precision=self.precision,  # type: ignore[arg-type]
+            capacity_rows=self.capacity_rows, share_weights=self.options.weights_mode == "shared",
+        )  # fmt: skip
+
+    def profiles(self, kind: str) -> list[EngineProfile]:
+        """Shapes, smallest first: of the profiles that cover a call, the first is the one to use."""
+        sizes = self.block_sizes if kind == "drafter" else sorted({1, *self.block_sizes, self.chunk})
+        logit_rows = {size: 0 if kind != "target" else 1 if size == self.chunk else size for size in sizes}
+        return [EngineProfile(n, logit_rows[n], rows) for n in sizes for rows in self._capacities()]
+
+    def _capacities(self) -> list[int]:
+        """Rows of cache a call may read: all in the fused form; in the primitive form short contexts read less."""
+        if self.row.form == "fused":
+            return [self.capacity_rows]
+        short = [rows for rows in (512, 2048, 8192) if 2 * rows <= self.capacity_rows]
+        return [*short, self.capacity_rows]
+
+    def key(self, network: Network, profiles: Sequence[EngineProfile]) -> str:
+        """Equal for two engines that are the same engine."""
+        embedded = [self.bundle.manifest.files[f].sha256 for f in sorted(self.bundle.manifest.files)
+                    if f.startswith("weights/") and self.options.weights_mode == "embedded"]  # fmt: skip
+        parts = [
+            self.options.backend, self.tensorrt_version, self.compute_capability, network.sha256,
+            [dataclasses.astuple(profile) for profile in profiles], embedded,
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def build(self, network: Network, profiles: Sequence[EngineProfile], target: Path, tell: Callable[[int], None]
+              ) -> FinishedBuild:
+        """Builds into `target`."""
+        shapes = []
+        for profile in profiles:
+            letters = {"S": profile.rows, "b": profile.rows, "R": profile.logit_rows, "T": profile.capacity_rows}
+            shapes.append({
+                name: [letters[dim] if isinstance(dim, str) else dim for dim in shape]
+                for name, shape in network.inputs.items()
+            })
+        onnx_path = self._onnx_path(network, target)
+        try:
+            onnx_path.write_bytes(network.onnx)
+            timing = None if self.options.backend == "tensorrt-rtx" else EngineCache().timing_path(
+                self.options.backend, self.tensorrt_version, self.compute_capability)  # fmt: skip
+            order = BuildOrder(
+                self.options.backend, str(onnx_path), shapes, self.compute_capability,
+                None if timing is None else str(timing), str(target),
+            )  # fmt: skip
+            return run_build(order, self.options.max_build_memory_bytes, tell)
+        finally:
+            onnx_path.unlink(missing_ok=True)
+
+    def _onnx_path(self, network: Network, target: Path) -> Path:
+        """Beside the engine; with embedded weights where the bundle's weights are found from it."""
+        if self.options.weights_mode == "shared":
+            return target.with_suffix(".onnx")
+        return self.bundle.path / f".{network.kind}.{os.getpid()}.partial.onnx"
+
+    def record(self, engines: list[GraphEngine], folder: Path) -> DeviceEngineRecord:
+        """The record of the finished engines."""
+        manifest = self.bundle.manifest
+        files = file_facts(folder, [engine.file for engine in engines])
+        return DeviceEngineRecord(
+            schema_version=DEVICE_ENGINE_SCHEMA_VERSION,
+            backend=self.options.backend,
+            tensorrt_version=self.tensorrt_version,
+            compute_capability=self.compute_capability,
+            form=self.row.form,
+            execution_precision=self.precision,
+            weights_mode=self.options.weights_mode,
+            capacity_rows=self.capacity_rows,
+            block_sizes=self.block_sizes,
+            prefill_chunk_tokens=self.chunk,
+            source={name: manifest.files[name].sha256 for name in self.graphs.values()},
+            engines=engines,
+            files=files,
+            versions={name: version(name) for name in ("dflash-export", "onnx-ir", "polygraphy")},
+        )
+
+    def weight_bytes(self, engines: Sequence[GraphEngine]) -> tuple[int, int]:
+        """(bytes of all weights, each once for every dtype it is wanted in; bytes saved by sharing them)."""
+        wanted = [{(w.weight, w.dtype) for w in engine.weights} for engine in engines]
+        each = sum(self._bytes(*weight) for weights in wanted for weight in weights)
+        once = sum(self._bytes(*weight) for weight in set[tuple[str, str]]().union(*wanted))
+        return once, each - once
+
+    def _bytes(self, weight: str, dtype: str) -> int:
+        return math.prod(self.bundle.manifest.weights[weight].shape) * _ITEM_BYTES[dtype]

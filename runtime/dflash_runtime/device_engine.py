@@ -1,0 +1,174 @@
+"""`engines/<backend>-sm<NN>/engine.json`: what the TensorRT engines in that folder are and what they fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import typing
+from pathlib import Path
+
+from dflash_runtime.bundle import Bundle, FileFacts, compare_files, decode, write_text_atomically
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME
+from dflash_runtime.errors import BundleError, EngineError
+
+DEVICE_ENGINE_SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineProfile:
+    """One set of fixed shapes an engine was optimised for; its place in the list is its TensorRT index."""
+
+    rows: int
+    """S or b: tokens in the call."""
+    logit_rows: int
+    """R: rows whose logits come out; 0 for graphs that have none."""
+    capacity_rows: int
+    """T: rows of the caches it reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundWeight:
+    """An input of an engine that takes a weight of the bundle."""
+
+    input: str
+    weight: str
+    """Its name in the bundle's index; two inputs of one weight and dtype are bound to the same memory."""
+    dtype: str
+    """F32, F16 or BF16: what the input takes; the weight is converted when it is loaded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphEngine:
+    """The engine of one graph."""
+
+    kind: str
+    """target, drafter_context or drafter."""
+    file: str
+    build_key: str
+    """Equal for engines that are the same: network, shapes, GPU, TensorRT. Every fine-tune of a shape shares it."""
+    profiles: list[EngineProfile]
+    weights: list[BoundWeight]
+    """Empty where the engine holds its own copy."""
+    scratch_bytes: list[int]
+    """Device memory one call needs, by profile, as TensorRT states it."""
+    build_peak_bytes: int
+    """Most memory the building process had resident."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceEngineRecord:
+    """Everything the record of a folder of TensorRT engines says."""
+
+    schema_version: int
+    backend: str
+    """`tensorrt` or `tensorrt-rtx`."""
+    tensorrt_version: str
+    compute_capability: str
+    """Of the GPU the engines run on, `8.9`."""
+    form: str
+    """`fused` or `primitive`."""
+    execution_precision: str
+    weights_mode: str
+    """`shared` (inputs) or `embedded`."""
+    capacity_rows: int
+    block_sizes: list[int]
+    prefill_chunk_tokens: int
+    source: dict[str, str]
+    """Portable graph file -> the sha256 it had when it was lowered."""
+    engines: list[GraphEngine]
+    files: dict[str, FileFacts]
+    versions: dict[str, str]
+    """Packages that made them."""
+
+    @property
+    def engine_bytes(self) -> int:
+        """Size of all engines on disk."""
+        return sum(facts.size_bytes for facts in self.files.values())
+
+    @property
+    def build_peak_bytes(self) -> int:
+        """Most memory any of the builds had resident."""
+        return max(engine.build_peak_bytes for engine in self.engines)
+
+    def write(self, folder: Path) -> None:
+        """Writes the record into `folder`, last of all files, so that a record means complete engines."""
+        write_text_atomically(folder / ENGINE_RECORD_NAME, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+
+def device_tag(backend: str, compute_capability: str, weights_mode: str = "shared") -> str:
+    """Name of the folder of engines: `tensorrt-rtx-sm89`, `tensorrt-sm87-embedded`."""
+    tag = f"{backend}-sm{compute_capability.replace('.', '')}"
+    return tag if weights_mode == "shared" else f"{tag}-{weights_mode}"
+
+
+def cache_root() -> Path:
+    """Where this program keeps what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-export"
+
+
+def engine_folders(bundle: Bundle, tag: str) -> list[Path]:
+    """Where engines of a device may lie, in order: in the bundle, or for a read-only one in the cache folder."""
+    key = hashlib.sha256(str(bundle.path.resolve()).encode()).hexdigest()[:32]
+    return [bundle.path / "engines" / tag, cache_root() / "engines" / key / tag]
+
+
+def read_device_engine(folder: Path, remedy: str) -> DeviceEngineRecord:
+    """Reads the record in `folder` and compares the engine files with it.
+
+    Args:
+        folder: Where the engines lie.
+        remedy: The command that makes them, for messages.
+
+    Raises:
+        EngineError: no record, an unreadable one, or files that are missing, short or altered.
+    """
+    path = folder / ENGINE_RECORD_NAME
+    if not path.is_file():
+        raise EngineError(f"There are no engines in {folder} ({path.name} is missing). {remedy}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != DEVICE_ENGINE_SCHEMA_VERSION:
+            raise BundleError(f"it has schema {version}, this program reads {DEVICE_ENGINE_SCHEMA_VERSION}.")
+        record = typing.cast(DeviceEngineRecord, decode(DeviceEngineRecord, data, str(path)))
+    except (ValueError, BundleError) as error:
+        raise EngineError(f"{path} cannot be read: {error} {remedy}") from error
+    problems, _ = compare_files({name: folder / name for name in record.files}, record.files, {})
+    if problems:
+        raise EngineError(f"The engines in {folder} cannot be used: {'; '.join(problems)}. {remedy}")
+    return record
+
+
+def check_device_engine(record: DeviceEngineRecord, bundle: Bundle, *, tensorrt_version: str, compute_capability: str,
+                        remedy: str) -> None:
+    """Refuses engines made for another GPU, another TensorRT, or another bundle.
+
+    Args:
+        record: The record of the engines.
+        bundle: What is to be run.
+        tensorrt_version: Of the TensorRT that would run them.
+        compute_capability: Of the GPU that would run them.
+        remedy: The command that rebuilds them.
+
+    Raises:
+        EngineError: naming each difference with both values.
+    """
+    problems = [
+        f"they were made for {what} {made}, here is {here}"
+        for what, made, here in (
+            ("compute capability", record.compute_capability, compute_capability),
+            (record.backend, record.tensorrt_version, tensorrt_version),
+        )
+        if made != here
+    ]
+    manifest, drafter = bundle.manifest, bundle.manifest.drafter
+    graphs = [manifest.target.graph.file]
+    graphs += [drafter.context_graph.file, drafter.graph.file] if drafter is not None else []
+    for name in graphs:
+        made_from, now = record.source.get(name, "none"), manifest.files[name].sha256
+        if made_from != now:
+            problems.append(f"they were made from {name} {made_from[:12]}, the bundle has {now[:12]}")
+    if problems:
+        raise EngineError(f"The {record.backend} engines do not fit: {'; '.join(problems)}. {remedy}")
