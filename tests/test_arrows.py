@@ -27,6 +27,7 @@ FORBIDDEN = {
 }  # fmt: skip
 # Tools modules that a command opens only once it needs what an extra brings.
 BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} | {
+    "hollow_bundle",
     "lowered_check",
     "pipeline",
     "tiny_configs",

@@ -81,7 +81,7 @@ def build_engines(bundle: Bundle, options: EngineOptions, progress: Progress | N
         for kind, file in plan.graphs.items():
             network, profiles = plan.network(kind, file), plan.profiles(kind)
             key = plan.key(network, profiles)
-            engine = _known(kind, key, present, folder, partial / f"{kind}.engine")
+            engine = _known(plan, kind, key, present, folder, partial / f"{kind}.engine")
             if engine is not None:
                 reused.append(kind)
             else:
@@ -107,7 +107,8 @@ def _build(plan: EnginePlan, network: Network, profiles: list[EngineProfile], ke
         build_peak_bytes=built.peak_bytes,
     )
     _refuse_copied_weights(engine, network)
-    EngineCache().keep(key, target, engine)
+    if plan.options.use_cache:
+        EngineCache().keep(key, target, engine)
     return engine, built.seconds
 
 
@@ -121,13 +122,14 @@ def _present(folder: Path) -> DeviceEngineRecord | None:
         return None
 
 
-def _known(kind: str, key: str, present: DeviceEngineRecord | None, folder: Path, target: Path) -> GraphEngine | None:
+def _known(plan: EnginePlan, kind: str, key: str, present: DeviceEngineRecord | None, folder: Path, target: Path
+           ) -> GraphEngine | None:
     """The engine wanted, copied to `target`, if it lies in the folder or was built before for another bundle."""
     for engine in present.engines if present is not None else ():
         if engine.kind == kind and engine.build_key == key:
             shutil.copyfile(folder / engine.file, target)
             return engine
-    return EngineCache().fetch(key, target)
+    return EngineCache().fetch(key, target) if plan.options.use_cache else None
 
 
 def _installed(backend: str) -> tuple[VersionRow, str]:

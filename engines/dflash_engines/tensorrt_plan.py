@@ -46,6 +46,8 @@ class EngineOptions:
     precision: str | None = None
     """fp16 or bf16; None for that of the bundle."""
     max_build_memory_bytes: int | None = None
+    use_cache: bool = True
+    """Take an engine that was built before for another bundle of the shape, and keep new ones for the next."""
 
 
 class EnginePlan:
