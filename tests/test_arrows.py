@@ -32,8 +32,13 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "pipeline",
     "tiny_configs",
 } | {
+    "answer_attention",
+    "answer_batch",
+    "answer_writing",
+    "data_making",
     "drafter_card",
     "new_drafter",
+    "tiny_target_training",
     "training_attention",
     "training_blocks",
     "training_checkpoint",

@@ -43,6 +43,7 @@ def _read_taps(ctx: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--steps", type=click.IntRange(1), help="Steps in all, in place of --epochs.")
 @click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Texts a step.")
 @click.option("--anchors", type=click.IntRange(1), default=512, show_default=True, help="Most blocks of a text a step.")
+@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=6e-4, show_default=True, help="Peak.")
 @click.option("--max-length", type=click.IntRange(8), default=3072, show_default=True, help="Tokens a text is cut to.")
 @click.option(
     "--held-out", type=click.IntRange(0), default=32, show_default=True, help="Texts to measure on, not train on."
@@ -101,6 +102,7 @@ def _options(values: dict[str, Any]) -> Any:
         num_steps=values["steps"],
         batch_size=values["batch_size"],
         max_anchors=values["anchors"],
+        peak_learning_rate=values["learning_rate"],
         max_text_tokens=values["max_length"],
         num_held_out=values["held_out"],
         seed=values["seed"],

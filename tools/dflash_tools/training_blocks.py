@@ -63,10 +63,15 @@ def draw_anchors(eligible: range, count: int, generator: torch.Generator) -> Ten
     return (chosen + eligible.start).sort().values
 
 
-def seeded_generator(*parts: int) -> torch.Generator:
-    """A generator whose stream depends on the numbers alone, such as seed, epoch and text: no state to save."""
+def text_seed(*parts: int) -> int:
+    """A seed that depends on the numbers alone, such as a run's seed, epoch and text: no state to save."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def seeded_generator(*parts: int) -> torch.Generator:
+    """A generator started from `text_seed`."""
+    return torch.Generator().manual_seed(text_seed(*parts))
 
 
 def make_blocks(token_ids: Tensor, anchors: Tensor, block_size: int, mask_token_id: int, gamma: float) -> Blocks:

@@ -78,6 +78,11 @@ def joined_processes() -> Iterator[Processes]:
             torch.distributed.destroy_process_group()
 
 
+def default_device() -> torch.device:
+    """The first GPU where there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def half_precision_pays(device: torch.device) -> bool:
     """Whether matrix products in bf16 are done by the hardware: on every GPU meant here, and on some CPUs."""
     if device.type == "cuda":

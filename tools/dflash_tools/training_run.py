@@ -45,6 +45,7 @@ class TrainOptions:
     num_steps: int | None = None
     batch_size: int = 4
     max_anchors: int = 512
+    peak_learning_rate: float = 6e-4
     max_text_tokens: int = 3072
     num_held_out: int = 32
     seed: int = 0
@@ -102,7 +103,8 @@ def train(options: TrainOptions, processes: Processes, progress: TrainingProgres
     target = FrozenTarget.load(plan, processes.device)
     facts = TapFileFacts(answers.sha256, target_digest(plan), tuple(layer_ids), len(layer_ids) * int(text.hidden_size))
     taps = _taps(options, work, answers, facts, target, processes, progress)
-    drafter = make_drafter(config, *target.tables(), options.seed)
+    first = answers.texts[answers.trained[0]]
+    drafter = make_drafter(config, *target.tables(), target.head_input_scale(first.token_ids), options.seed)
     del target  # what is left of it are the two tables
     recipe = _recipe(options, answers, processes)
     training = Training(drafter, answers, taps, recipe, processes)
@@ -170,8 +172,8 @@ def _recipe(options: TrainOptions, answers: Answers, processes: Processes) -> Re
     steps = options.num_steps or options.epochs * math.ceil(len(answers.trained) / options.batch_size)
     half = options.precision == "bf16" or (options.precision == "auto" and half_precision_pays(processes.device))
     return Recipe(
-        num_steps=steps, batch_size=options.batch_size, max_anchors=options.max_anchors, seed=options.seed,
-        half_precision=half,
+        num_steps=steps, batch_size=options.batch_size, max_anchors=options.max_anchors,
+        peak_learning_rate=options.peak_learning_rate, seed=options.seed, half_precision=half,
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,6 +73,18 @@ class FrozenTarget:
             decoder(input_ids=ids, use_cache=False)
         return torch.cat([seen[i] for i in layer_ids], dim=-1)[0]
 
+    @torch.no_grad()
+    def head_input_scale(self, token_ids: Sequence[int]) -> Tensor:
+        """[H] root mean square of each channel of what the output head gets, over one text."""
+        found: list[Tensor] = []
+        head = self.model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda module, args: found.append(args[0].float()))
+        try:
+            self.model(input_ids=torch.tensor([list(token_ids)], device=self.device), use_cache=False)
+        finally:
+            hook.remove()
+        return found[0][0].pow(2).mean(0).sqrt()
+
     @contextlib.contextmanager
     def _watched(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         # Hooks and not `output_hidden_states`, whose last entry has already passed the final norm.
@@ -111,13 +122,3 @@ def target_digest(plan: TargetPlan) -> str:
         if place.length_bytes:
             digest.update(next(iter(place.chunks(1024)))[:1024])
     return digest.hexdigest()
-
-
-def default_device() -> torch.device:
-    """The GPU of this process where there is one, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def folder_of(plan: TargetPlan) -> Path:
-    """The target's checkpoint folder."""
-    return plan.checkpoint.folder
