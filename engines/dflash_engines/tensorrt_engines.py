@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import shutil
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dflash_engines.engine_cache import EngineCache
-from dflash_engines.engine_place import engines_folder, replace_folder
+from dflash_engines.engine_place import engines_folder, partial_folder, replace_folder
 from dflash_engines.tensorrt_network import Network
 from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan
 from dflash_engines.tensorrt_versions import VersionRow, lacks_kernels, row_for
@@ -75,9 +74,7 @@ def build_engines(bundle: Bundle, options: EngineOptions, progress: Progress | N
     reused: list[str] = []
     engines: list[GraphEngine] = []
     seconds = 0.0
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as scratch:
-        partial = Path(scratch) / "engines"
-        partial.mkdir()
+    with partial_folder(folder.parent) as partial:
         for kind, file in plan.graphs.items():
             network, profiles = plan.network(kind, file), plan.profiles(kind)
             key = plan.key(network, profiles)
