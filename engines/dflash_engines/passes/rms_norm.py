@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from dflash_engines.passes.graph_reading import constant, dims, integer_attribute, made_by, scalar
+from dflash_engines.passes.graph_reading import HALF_TYPES, constant, dims, integer_attribute, made_by, scalar
 from dflash_engines.passes.graph_writing import emit, remove_dead_nodes, replace
 
 
 class FuseRmsNormPass(ir.passes.InPlacePass):
-    """Fuses every root-mean-square norm over the last axis that ends in a product with a weight [D]."""
+    """Fuses every root-mean-square norm over the last axis that ends in a product with a weight [D].
+
+    A half-precision norm that widens to fp32 and rounds before the weight is fused too: the operator does the same.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """See the class."""
@@ -28,18 +31,32 @@ class FuseRmsNormPass(ir.passes.InPlacePass):
 
 def _match(node: ir.Node) -> tuple[ir.Value, ir.Value, float] | None:
     """(x, weight, epsilon) if `node` is the product with the weight."""
-    if node.op_type != "Mul" or node.outputs[0].dtype != ir.DataType.FLOAT:
+    kind = node.outputs[0].dtype
+    if node.op_type != "Mul" or (kind != ir.DataType.FLOAT and kind not in HALF_TYPES):
         return None
     for weight, normed in (tuple(node.inputs), tuple(reversed(node.inputs))):
-        product = made_by(normed, "Mul")
+        product = made_by(_before_rounding(normed) if kind in HALF_TYPES else normed, "Mul")
         weight_dims, x_dims = dims(weight), dims(normed)
         if product is None or weight is None or not weight_dims or not x_dims or weight_dims != x_dims[-1:]:
             continue
         for x, factor in (tuple(product.inputs), tuple(reversed(product.inputs))):
             epsilon = _epsilon_of_rsqrt(x, factor)
-            if x is not None and epsilon is not None:
-                return x, weight, epsilon
+            source = x if kind == ir.DataType.FLOAT else _before_widening(x, kind)
+            if source is not None and weight.dtype == kind and epsilon is not None:
+                return source, weight, epsilon
     return None
+
+
+def _before_rounding(value: ir.Value | None) -> ir.Value | None:
+    cast = made_by(value, "Cast")
+    source = None if cast is None else cast.inputs[0]
+    return source if source is not None and source.dtype == ir.DataType.FLOAT else None
+
+
+def _before_widening(value: ir.Value | None, kind: ir.DataType | None) -> ir.Value | None:
+    cast = made_by(value, "Cast")
+    source = None if cast is None else cast.inputs[0]
+    return source if source is not None and source.dtype == kind else None
 
 
 def _epsilon_of_rsqrt(x: ir.Value | None, factor: ir.Value | None) -> float | None:

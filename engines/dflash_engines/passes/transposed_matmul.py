@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from dflash_engines.passes.graph_reading import dims, made_by
+from dflash_engines.passes.graph_reading import HALF_TYPES, dims, made_by
 from dflash_engines.passes.graph_writing import MICROSOFT_DOMAIN, emit, remove_dead_nodes, replace
+
+_KINDS = HALF_TYPES | {ir.DataType.FLOAT}
 
 
 class FuseTransposedMatMulPass(ir.passes.InPlacePass):
@@ -48,6 +50,6 @@ def _weight_behind_transpose(node: ir.Node) -> ir.Value | None:
         return None
     transpose = made_by(node.inputs[1], "Transpose")
     weight = None if transpose is None else transpose.inputs[0]
-    if weight is None or not weight.is_initializer() or weight.dtype != ir.DataType.FLOAT:
+    if weight is None or not weight.is_initializer() or weight.dtype not in _KINDS:
         return None
     return weight if len(dims(weight) or ()) == 2 else None

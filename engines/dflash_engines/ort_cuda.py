@@ -1,0 +1,155 @@
+"""Lowers portable graphs for ONNX Runtime's CUDA provider: `engines/ort-cuda/*.onnx` and their record.
+
+The weights are inputs, so that any number of sessions share one copy in device memory. A session fixes S, R, b and T
+when it opens; everything computed from shapes is constant then, and every node left has a CUDA kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+
+import onnx_ir as ir
+
+from dflash_engines.engine_writing import write_engine
+from dflash_engines.ort_cpu import GraphKind
+from dflash_engines.passes.constant_reshape import ConstantReshapePass
+from dflash_engines.passes.cuda_attention import CudaAttentionPass
+from dflash_engines.passes.explicit_mask import ExplicitMaskPass
+from dflash_engines.passes.graph_reading import HALF_TYPES
+from dflash_engines.passes.retype_half import RetypeHalfPass
+from dflash_engines.passes.rms_norm import FuseRmsNormPass
+from dflash_engines.passes.rotary_embedding import FuseRotaryEmbeddingPass
+from dflash_engines.passes.row_gather import RowGatherPass
+from dflash_engines.passes.scatter_rows import ScatterRowsPass
+from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
+from dflash_engines.passes.weight_inputs import WeightInputsPass
+from dflash_runtime.bundle import Bundle
+from dflash_runtime.engine_record import EngineRecord, open_engine
+from dflash_runtime.errors import EngineError
+
+BACKEND = "ort-cuda"
+Progress = Callable[[str, int, int], None]
+
+CUDA_OPERATORS = frozenset({
+    "Add", "And", "ArgMax", "Attention", "Cast", "Concat", "Constant", "Cos", "Div", "Equal", "Expand", "Gather",
+    "GatherND", "Gelu", "Greater", "GreaterOrEqual", "Identity", "IsNaN", "Less", "LessOrEqual", "MatMul", "Max", "Min",
+    "Mul", "Neg", "Not", "Or", "Pow", "RMSNormalization", "Range", "Reciprocal", "ReduceMean", "ReduceSum", "Reshape",
+    "RotaryEmbedding", "ScatterND", "Shape", "Sigmoid", "Sin", "Slice", "Softmax", "Split", "Sqrt", "Squeeze", "Sub",
+    "Tanh", "Transpose", "Unsqueeze", "Where",
+})  # fmt: skip
+"""Operators with kernels in the CUDA provider for the types the graphs use (ONNX Runtime's docs/OperatorKernels.md)."""
+CUDA_CONTRIB_OPERATORS = frozenset({"FusedMatMul", "GroupQueryAttention"})
+"""The same in the domain com.microsoft: both in fp16 and bf16, and neither GroupQueryAttention in fp32."""
+
+_HALF = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+# Opset 24 is wanted by TensorScatter and the valid length of Attention alone, and neither is left.
+_OPSET = 23
+_MAKERS = ("dflash-export", "onnx", "onnx-ir")
+
+
+def lower_bundle(
+    bundle_path: str | os.PathLike[str], precision: str | None = None, progress: Progress | None = None
+) -> EngineRecord:
+    """Writes `engines/ort-cuda` for a bundle, unless one made from the same graphs by the same versions is there.
+
+    Args:
+        bundle_path: The bundle folder.
+        precision: fp16 or bf16; None for the bundle's own.
+        progress: Called with stage, graphs done, graphs in all.
+
+    Returns:
+        The record of the engine.
+
+    Raises:
+        BundleError: the bundle is missing, incomplete or altered.
+        EngineError: an fp32 bundle without `precision`, or a graph the provider has no kernels for.
+        OutputError: the folder cannot be written.
+    """
+    bundle = Bundle.open(bundle_path)
+    wanted = precision or bundle.manifest.precision
+    versions = {name: version(name) for name in _MAKERS}
+    try:
+        record = open_engine(bundle, BACKEND)
+        if record.versions == versions and record.execution_precision == wanted:
+            return record
+    except EngineError:
+        pass  # missing, damaged or of other graphs: each is a reason to make it anew
+    lowered: dict[str, ir.Model] = {}
+    files = _graph_files(bundle)
+    for kind, file in files.items():
+        if progress is not None:
+            progress("lower", len(lowered), len(files))
+        lowered[file] = lower_model(ir.load(bundle.file(file)), kind, wanted)
+    return write_engine(bundle, BACKEND, lowered, versions, execution_precision=wanted)
+
+
+def lower_model(model: ir.Model, kind: GraphKind, precision: str) -> ir.Model:
+    """Lowers one portable graph.
+
+    Args:
+        model: The portable graph in fp16 or bf16; left as it is.
+        kind: Which of the three graphs it is.
+        precision: fp16 or bf16, what the graph's half-precision values become. What it computes in fp32 stays fp32.
+
+    Returns:
+        A new model: the portable one's inputs and outputs, then the weights as inputs in the type they are read in
+        (`NAME`, `NAME#F32`, `NAME#rows`: see `passes/weight_inputs.py`).
+
+    Raises:
+        EngineError: a precision the provider has no attention kernel for, or an operator it lacks.
+    """
+    half = _HALF.get(precision)
+    if half is None:
+        raise EngineError(f"{BACKEND} computes in fp16 or bf16, not {precision}: its attention has no fp32 kernel. "
+                          "Build the bundle with --precision bf16 or fp16, or use --backend ort-cpu.")
+    lowered = model.clone()
+    if not any(v.dtype in HALF_TYPES for v in (*lowered.graph.inputs, *lowered.graph.initializers.values())):
+        raise EngineError(f"The {kind} graph is fp32; {BACKEND} needs a bundle of --precision bf16 or fp16.")
+    interface = [[value.name for value in values] for values in (lowered.graph.inputs, lowered.graph.outputs)]
+    for lower in (
+        RetypeHalfPass(half),
+        FuseRmsNormPass(),
+        FuseRotaryEmbeddingPass(),
+        CudaAttentionPass(),
+        ExplicitMaskPass(),
+        ScatterRowsPass(),
+        RowGatherPass(),
+        FuseTransposedMatMulPass(),
+        ConstantReshapePass(),
+        WeightInputsPass(),
+    ):
+        lower(lowered)
+    lowered.graph.opset_imports[""] = _OPSET
+    _check(lowered, kind, interface)
+    return lowered
+
+
+def _graph_files(bundle: Bundle) -> dict[GraphKind, str]:
+    manifest = bundle.manifest
+    files: dict[GraphKind, str] = {"target": manifest.target.graph.file}
+    if manifest.drafter is not None:
+        files["drafter_context"] = manifest.drafter.context_graph.file
+        files["drafter"] = manifest.drafter.graph.file
+    return files
+
+
+def _check(model: ir.Model, kind: GraphKind, interface: list[list[str | None]]) -> None:
+    """The interface is kept, weights follow it, and every operator has a CUDA kernel."""
+    inputs, outputs = ([v.name for v in values] for values in (model.graph.inputs, model.graph.outputs))
+    problems = []
+    if inputs[: len(interface[0])] != interface[0] or outputs != interface[1]:
+        problems.append(f"its inputs and outputs {inputs}, {outputs} do not begin with {interface}")
+    foreign = sorted({f"{node.domain}::{node.op_type}" for node in model.graph if not _has_kernel(node)})
+    if foreign:
+        problems.append(f"ONNX Runtime's CUDA provider is not known to have {foreign}, and they would run on the CPU")
+    if problems:
+        raise EngineError(f"The {kind} graph cannot be lowered for {BACKEND}: {'; '.join(problems)}. "
+                          "Use --backend ort-cpu for this model.")
+
+
+def _has_kernel(node: ir.Node) -> bool:
+    if node.domain == "com.microsoft":
+        return node.op_type in CUDA_CONTRIB_OPERATORS
+    return node.domain == "" and node.op_type in CUDA_OPERATORS
