@@ -28,7 +28,7 @@ def write_card(options: TrainOptions, result: TrainResult, argv: Sequence[str]) 
 
 def card_text(options: TrainOptions, result: TrainResult, argv: Sequence[str]) -> str:
     """The card as Markdown."""
-    name = Path(options.target).name or options.target
+    name = target_name(options.target)
     return "\n\n".join(
         [
             f"# DFlash drafter for {name}",
@@ -43,12 +43,18 @@ def card_text(options: TrainOptions, result: TrainResult, argv: Sequence[str]) -
     ) + "\n"
 
 
+def target_name(reference: str) -> str:
+    """What a card calls a target: a hub id as it is, a folder by its own name and never by its path."""
+    folder = Path(reference)
+    return folder.resolve().name if folder.is_dir() else reference
+
+
 def _table(options: TrainOptions, result: TrainResult) -> str:
     config, settings = result.config, result.settings
     own = config["dflash_config"]
     precision = "bf16" if settings["half_precision"] else "fp32"
     rows = [
-        ("target", f"`{options.target}`, {config['num_target_layers']} layers, hidden size {config['hidden_size']}"),
+        ("target", f"`{target_name(options.target)}`: {config['num_target_layers']} layers of {config['hidden_size']}"),
         ("drafter", f"{config['num_hidden_layers']} layers, {count_text(result.num_parameters)} parameters"),
         ("block size", f"{options.block_size}, anchor included"),
         ("taps", f"outputs of target layers {', '.join(map(str, own['target_layer_ids']))}, counted from 0"),

@@ -77,8 +77,9 @@ def choose_mask_token_id(facts: TokenFacts, used_ids: Iterable[int], wanted: int
     if wanted is not None:
         return _checked(wanted, facts, used)
     past_tokenizer = max(facts.names, default=-1) + 1
-    if facts.names and past_tokenizer < facts.num_rows and past_tokenizer not in used:
-        return past_tokenizer
+    without_token = [i for i in range(past_tokenizer, facts.num_rows) if facts.names and i not in used]
+    if without_token:
+        return without_token[0]
     free = [i for i in facts.special_ids - facts.reserved_ids - used if i < facts.num_rows]
     if not free:
         raise PairError(
