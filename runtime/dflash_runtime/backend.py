@@ -8,8 +8,8 @@ from typing import Protocol
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import BackendError
 
-AVAILABLE = ("ort-cpu",)
-PLANNED = ("ort-cuda", "tensorrt", "tensorrt-rtx")
+AVAILABLE = ("ort-cpu", "tensorrt", "tensorrt-rtx")
+PLANNED = ("ort-cuda",)
 
 
 class Backend(Protocol):
@@ -52,8 +52,28 @@ def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_t
         raise BackendError(f"threads is {threads} and must be at least 1; None lets the backend choose.")
     if prefill_chunk_tokens < 1:
         raise BackendError(f"prefill_chunk_tokens is {prefill_chunk_tokens} and must be at least 1, as 128.")
+    if name != "ort-cpu":
+        return _open_tensorrt(name, bundle, threads, prefill_chunk_tokens)
     try:
         from dflash_runtime.ort_cpu import OrtCpuBackend
     except ModuleNotFoundError as error:
         raise BackendError(f"Backend {name!r} needs {error.name}: pip install dflash-export[ort]") from error
     return OrtCpuBackend(bundle, threads, prefill_chunk_tokens)
+
+
+def _open_tensorrt(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> Backend:
+    if threads is not None:
+        raise BackendError(f"threads is {threads} and backend {name!r} runs on the GPU. Leave it out.")
+    try:
+        from dflash_runtime.cuda_device import CudaDevice
+
+        device = CudaDevice(name)
+    except ModuleNotFoundError as error:
+        raise BackendError(f"Backend {name!r} needs {error.name}: pip install dflash-export[{name}]") from error
+    from dflash_runtime.tensorrt_backend import open_tensorrt
+
+    try:
+        return open_tensorrt(name, bundle, device, prefill_chunk_tokens)
+    except BaseException:
+        device.close()
+        raise

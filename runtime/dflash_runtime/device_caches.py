@@ -1,0 +1,96 @@
+"""KV caches on the device: allocated once, updated in place by the fused form, committed to by copies in the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dflash_runtime.bundle import StateTensor
+from dflash_runtime.device import Buffer, Device, aligned
+from dflash_runtime.errors import EngineError
+
+_KINDS = ("kv", "windowed_kv")
+
+
+class DeviceCaches:
+    """The caches of one model, [1, kv_heads, rows, D] each, those of one shape behind one another.
+
+    Args:
+        device: Where they lie.
+        state: The model's state tensors, in the order of its layers.
+        capacity_rows: Rows of each.
+        item_bytes: Size of one number.
+        layouts: Rows a cache may be laid out with, ascending. The primitive form reads caches of fewer rows while the
+            context is short; rows of a head then lie closer to each other.
+    """
+
+    def __init__(self, device: Device, state: Sequence[StateTensor], capacity_rows: int, item_bytes: int,
+                 layouts: Sequence[int]) -> None:
+        self._device, self._layouts = device, layouts
+        groups: dict[tuple[int, int], list[StateTensor]] = {}
+        for tensor in state:
+            heads, size = tensor.shape[1], tensor.shape[3]
+            if tensor.kind not in _KINDS or not isinstance(heads, int) or not isinstance(size, int):
+                raise EngineError(f"State {tensor.input} is {tensor.kind!r} {tensor.shape}, not of {_KINDS}. Update.")
+            groups.setdefault((heads, size), []).append(tensor)
+        self.groups = [
+            _Group(members, heads, size * item_bytes, device.allocate(
+                len(members) * aligned(heads * capacity_rows * size * item_bytes)))
+            for (heads, size), members in groups.items()
+        ]  # fmt: skip
+        self.layout_rows = layouts[0]
+
+    def tensors(self, layout_rows: int) -> dict[str, Buffer]:
+        """Past and present of every cache in a layout: the same memory."""
+        return {
+            name: Buffer(group.address(index, 0, layout_rows), group.heads * layout_rows * group.row_bytes)
+            for group in self.groups
+            for index, tensor in enumerate(group.members)
+            for name in (tensor.input, tensor.output)
+        }
+
+    def reset(self, *, clear: bool) -> None:
+        """All rows are dead; `clear` also wipes them, as a NaN gets through a mask (0 x NaN)."""
+        self.layout_rows = self._layouts[0]
+        for group in self.groups if clear else ():
+            self._device.clear(group.memory)
+
+    def make_room(self, rows: int, committed_rows: int) -> None:
+        """Changes to the smallest layout of at least `rows`, if it is larger; the committed rows move along."""
+        wanted = next((size for size in self._layouts if size >= rows), self._layouts[-1])
+        if wanted <= self.layout_rows:
+            return
+        for group in self.groups if committed_rows else ():
+            # From the last piece to the first: a layout has at least twice the rows of the one before, so that no
+            # piece lands on itself or on one that has not moved yet.
+            for index in reversed(range(len(group.members))):
+                for head in reversed(range(group.heads)):
+                    old, new = (group.address(index, head, size) for size in (self.layout_rows, wanted))
+                    if old != new:
+                        size = committed_rows * group.row_bytes
+                        self._device.copy_rows(new, size, old, size, size, 1)
+        self.layout_rows = wanted
+
+    def commit(self, new_rows: Sequence[int], call_rows: int, rows: int, position: int) -> None:
+        """Copies the first `rows` of the `call_rows` rows a call handed back, group by group, to row `position`."""
+        for group, source in zip(self.groups, new_rows, strict=True):
+            pitch, source_pitch = self.layout_rows * group.row_bytes, call_rows * group.row_bytes
+            gapless = group.stride(self.layout_rows) == group.heads * pitch
+            for index in range(1 if gapless else len(group.members)):
+                self._device.copy_rows(
+                    group.address(index, 0, self.layout_rows) + position * group.row_bytes, pitch,
+                    source + index * group.heads * source_pitch, source_pitch,
+                    rows * group.row_bytes, group.heads * (len(group.members) if gapless else 1),
+                )  # fmt: skip
+
+
+class _Group:
+    """Caches of one shape."""
+
+    def __init__(self, members: list[StateTensor], heads: int, row_bytes: int, memory: Buffer) -> None:
+        self.members, self.heads, self.row_bytes, self.memory = members, heads, row_bytes, memory
+
+    def stride(self, layout_rows: int) -> int:
+        return aligned(self.heads * layout_rows * self.row_bytes)
+
+    def address(self, index: int, head: int, layout_rows: int) -> int:
+        return self.memory.address + index * self.stride(layout_rows) + head * layout_rows * self.row_bytes

@@ -1,0 +1,83 @@
+"""Weights on the device: each once for every type an engine wants it in, converted on the way, piece by piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from dflash_runtime.bundle import Bundle, WeightEntry
+from dflash_runtime.device import Array, Buffer, Device, aligned
+from dflash_runtime.device_engine import BoundWeight
+from dflash_runtime.errors import EngineError
+
+_STAGING_BYTES = 16 << 20
+# BF16 has no NumPy type: its bits are the upper half of a float32.
+_STORED: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+def upload_weights(device: Device, bundle: Bundle, wanted: Iterable[BoundWeight]) -> dict[tuple[str, str], Buffer]:
+    """Brings weights onto the device; the host never holds more than a piece.
+
+    Returns:
+        (weight, dtype) -> where it lies; inputs that want the same weight in the same type share it.
+
+    Raises:
+        EngineError: the bundle lacks a weight, or its values do not fit the type wanted.
+        BackendError: the device has too little memory.
+    """
+    entries, places, total = bundle.manifest.weights, dict[tuple[str, str], tuple[int, int]](), 0
+    for bound in wanted:
+        entry = entries.get(bound.weight)
+        if entry is None or entry.dtype not in _STORED or bound.dtype not in _STORED:
+            has = "the bundle has no such weight" if entry is None else f"the bundle has it as {entry.dtype}"
+            raise EngineError(f"The engines want weight {bound.weight!r} as {bound.dtype}; {has}. Build them again.")
+        if (bound.weight, bound.dtype) not in places:
+            size = math.prod(entry.shape) * np.dtype(_STORED[bound.dtype]).itemsize
+            places[bound.weight, bound.dtype] = total, size
+            total += aligned(size)
+    if not places:
+        return {}
+    base, staging = device.allocate(total).address, device.host_memory(_STAGING_BYTES)
+    for (name, dtype), (offset, _) in places.items():
+        _upload(device, bundle, name, entries[name], dtype, base + offset, staging)
+    return {key: Buffer(base + offset, size) for key, (offset, size) in places.items()}
+
+
+def _upload(device: Device, bundle: Bundle, name: str, entry: WeightEntry, dtype: str, address: int, staging: Array
+            ) -> None:
+    target = np.dtype(_STORED[dtype])
+    left, at_once = math.prod(entry.shape), staging.nbytes // 4
+    with bundle.file(entry.file).open("rb") as stream:
+        stream.seek(entry.offset_bytes)
+        while left:
+            stored = np.fromfile(stream, _STORED[entry.dtype], min(left, at_once))
+            piece = staging[: stored.size * target.itemsize]
+            piece.view(target)[:] = _converted(stored, entry.dtype, dtype, name)
+            device.upload(address, piece)
+            device.mark()
+            device.wait()  # the staging memory is used again
+            address, left = address + piece.nbytes, left - stored.size
+
+
+def _converted(stored: Array, source: str, target: str, name: str) -> Array:
+    """Rounded to the nearest, ties to even, as PyTorch does."""
+    if source == target:
+        return stored
+    wide = stored.astype(np.float32) if source != "BF16" else (stored.astype(np.uint32) << 16).view(np.float32)
+    if target == "F32":
+        return wide
+    if target == "BF16":
+        bits = wide.view(np.uint32)
+        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+        return np.where(np.isnan(wide), np.uint16(0x7FC0), rounded)
+    with np.errstate(over="ignore"):
+        half: Array = wide.astype(np.float16)
+    if not np.array_equal(np.isfinite(half), np.isfinite(wide)):
+        raise EngineError(
+            f"Weight {name!r} holds {float(np.abs(wide).max()):.4g}; fp16 ends at 65504. Build the engines with "
+            "--precision bf16."
+        )
+    return half
