@@ -12,7 +12,7 @@ from pathlib import Path
 from dflash_engines.engine_cache import EngineCache
 from dflash_engines.engine_place import engines_folder, partial_folder, replace_folder
 from dflash_engines.tensorrt_network import Network
-from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan
+from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan, refuse_precision
 from dflash_engines.tensorrt_versions import VersionRow, lacks_kernels, row_for
 from dflash_engines.this_gpu import compute_capability_here
 from dflash_runtime.bundle import Bundle
@@ -50,6 +50,17 @@ class BuiltEngines:
     """Device memory the weights take, each once; 0 where the engines hold them."""
     saved_bytes: int
     """Device memory that a copy of the weights in each engine would take on top."""
+
+
+def check_buildable(options: EngineOptions, bundle_precision: str) -> None:
+    """Refuses before any work what `build_engines` would refuse after an export.
+
+    Raises:
+        EngineError: this TensorRT is missing or has no kernels for the GPU, or the precision has none.
+    """
+    _, tensorrt_version = _installed(options.backend)
+    _capability(options, tensorrt_version)
+    refuse_precision(bundle_precision)
 
 
 def build_engines(bundle: Bundle, options: EngineOptions, progress: Progress | None = None) -> BuiltEngines:

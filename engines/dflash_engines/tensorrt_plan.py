@@ -50,6 +50,19 @@ class EngineOptions:
     """Take an engine that was built before for another bundle of the shape, and keep new ones for the next."""
 
 
+def refuse_precision(bundle_precision: str) -> None:
+    """An fp32 graph does not say where a half-precision engine may round.
+
+    Raises:
+        EngineError: the bundle is in fp32.
+    """
+    if bundle_precision == "fp32":
+        raise EngineError(
+            "This is an fp32 bundle and TensorRT engines compute in fp16 or bf16. Build it with --precision bf16: such "
+            "a bundle says where PyTorch rounds and where it computes in fp32."
+        )
+
+
 class EnginePlan:
     """The facts of one run of the builder, and what follows from them for each graph."""
 
@@ -59,11 +72,7 @@ class EnginePlan:
         self.tensorrt_version, self.compute_capability = tensorrt_version, compute_capability
         manifest = bundle.manifest
         self.precision = options.precision or manifest.precision
-        if manifest.precision == "fp32":
-            raise EngineError(
-                f"{bundle.path} is an fp32 bundle and TensorRT engines compute in fp16 or bf16. Build the bundle with "
-                "--precision bf16: it says where PyTorch rounds and where it computes in fp32."
-            )
+        refuse_precision(manifest.precision)
         if options.weights_mode == "embedded" and self.precision != manifest.precision:
             raise EngineError(
                 f"Embedded weights keep the bundle's precision, {manifest.precision}, and {self.precision} is asked "

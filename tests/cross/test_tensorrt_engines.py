@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 from conftest import Make
-from pairs import HALF_PAIRS, MAIN, Pair
+from pairs import HALF_PAIRS, MAIN, Pair, quiet
 
 from dflash_engines import build_process, tensorrt_engines
 from dflash_engines.build_process import run_build
@@ -26,7 +27,9 @@ from dflash_engines.tensorrt_plan import EngineOptions
 from dflash_engines.tensorrt_versions import row_for
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.device_engine import check_device_engine, device_tag, engine_folders, read_device_engine
-from dflash_runtime.errors import EngineError
+from dflash_runtime.errors import EngineError, ParityError
+from dflash_tools import lowered_check
+from dflash_tools.pipeline import build
 
 pytest.importorskip("tensorrt_rtx")
 BF16, FP16 = HALF_PAIRS
@@ -185,6 +188,42 @@ def test_what_cannot_be_built(
 def test_an_fp32_bundle_is_refused_with_the_way_out(bundle_of: Callable[[Pair], Bundle]) -> None:
     with pytest.raises(EngineError, match=r"fp32 bundle and TensorRT engines .* in fp16 or bf16.*--precision bf16"):
         build_engines(bundle_of(MAIN), options())
+
+
+def test_build_makes_engines_and_checks_what_they_are_built_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BF16.write(tmp_path)
+    asked = EngineOptions("tensorrt-rtx", "8.9")
+    report = build(BF16.options(tmp_path), tmp_path / "bundle", "ort-cpu", quiet, [asked])
+    (built,) = report.engines
+    assert built.folder == tmp_path / "bundle" / "engines" / "tensorrt-rtx-sm89"
+    assert read_device_engine(built.folder, "") == built.record
+    assert {"target logits", "target cache", "drafter draft_ids"} <= {
+        row.tensor for row in report.manifest.checks if row.stage == "network" and row.passed
+    }
+    real = lowered_check.lower_fused
+
+    def shifted(model: ir.Model) -> ir.Model:
+        lowered = real(model)
+        for node in [node for node in lowered.graph if node.op_type == "LessOrEqual"]:
+            node.op_type = "Less"  # a token does not see itself
+        return lowered
+
+    monkeypatch.setattr(lowered_check, "lower_fused", shifted)
+    with pytest.raises(ParityError, match="network"):
+        build(BF16.options(tmp_path), tmp_path / "other", "ort-cpu", quiet, [asked])
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_gpu_without_kernels_is_refused_before_any_work(tmp_path: Path) -> None:
+    BF16.write(tmp_path)
+    for asked, words in (
+        (EngineOptions("tensorrt-rtx", "9.0"), "no kernels for compute capability 9.0"),
+        (EngineOptions("tensorrt", "8.9"), "tensorrt is not installed"),
+    ):
+        with pytest.raises(EngineError, match=words):
+            build(BF16.options(tmp_path), tmp_path / "bundle", "ort-cpu", forbidden, [asked])
 
 
 def test_an_engine_that_copies_its_weights_is_refused(

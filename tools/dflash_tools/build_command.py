@@ -11,6 +11,8 @@ from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.option_values import read_template_args
 from dflash_tools.progress import ProgressLine
 
+TENSORRT = ("tensorrt", "tensorrt-rtx")
+
 
 @click.command("build", cls=DFlashCommand, short_help="Export checkpoints into a checked bundle.")
 @click.option("--target", required=True, help="Catalog name, Hugging Face id (a revision after @), or folder.")
@@ -37,7 +39,20 @@ from dflash_tools.progress import ProgressLine
     metavar="KEY=VALUE",
     help="Argument the chat template gets by default; repeatable. [default: what the drafter was trained with]",
 )
-@click.option("--backend", type=click.Choice(["ort-cpu", "none"]), default="ort-cpu", show_default=True)
+@click.option(
+    "--backend",
+    type=click.Choice(["ort-cpu", "tensorrt", "tensorrt-rtx", "none"]),
+    default="ort-cpu",
+    show_default=True,
+    help="What to make engines for; TensorRT's come on top of ort-cpu's graphs.",
+)
+@click.option(
+    "--compute-capability",
+    "capabilities",
+    multiple=True,
+    metavar="X.Y",
+    help="TensorRT-RTX: the kind of GPU, as 8.9; repeatable. [default: the GPU here]",
+)
 @click.option(
     "--gate",
     type=click.Choice(["auto", "full", "layers"]),
@@ -55,6 +70,7 @@ def command(
     max_context: int | None,
     template_args: tuple[str, ...],
     backend: str,
+    capabilities: tuple[str, ...],
     gate: str,
     as_json: bool,
 ) -> None:
@@ -65,6 +81,7 @@ def command(
     """
     arguments = read_template_args(template_args)
     with needs_extra("export"):
+        from dflash_engines.tensorrt_plan import EngineOptions
         from dflash_export.build_plan import BuildOptions
         from dflash_tools.pipeline import build
     options = BuildOptions(
@@ -76,8 +93,13 @@ def command(
         template_args=arguments,
         gate=gate,
     )
+    engines = [EngineOptions(backend, one) for one in capabilities or (None,)] if backend in TENSORRT else []
+    if capabilities and not engines:
+        raise click.UsageError("--compute-capability is for TensorRT only.")
     with ProgressLine() as progress:
-        report = build(options, out or default_folder(target), backend, progress)
+        report = build(
+            options, out or default_folder(target), "ort-cpu" if engines else backend, progress, engine_options=engines
+        )
     print_report(report, as_json=as_json)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -14,6 +14,10 @@ from dflash_runtime.bundle import Bundle
 from dflash_tools.bundle_summary import check_table, engine_names, summary_lines, total_bytes
 from dflash_tools.peak_memory import own_peak_bytes
 from dflash_tools.sizes import bytes_text
+from dflash_tools.tensorrt_report import report_json, report_lines
+
+if TYPE_CHECKING:
+    from dflash_engines.tensorrt_engines import BuiltEngines
 
 
 class Report(Protocol):
@@ -30,6 +34,10 @@ class Report(Protocol):
     @property
     def notes(self) -> list[str]:
         """What the user should know without having asked."""
+
+    @property
+    def engines(self) -> list[BuiltEngines]:
+        """TensorRT engines that were built."""
 
 
 def print_report(report: Report, *, as_json: bool) -> None:
@@ -49,6 +57,10 @@ def print_report(report: Report, *, as_json: bool) -> None:
     click.echo(f"{'cost':<12}{report.seconds:.1f} s, peak memory {bytes_text(peak)} (mapped files included)")
     for note in report.notes:
         click.echo(f"{'note':<12}{note}")
+    for built in report.engines:
+        click.echo("")
+        for line in report_lines(built):
+            click.echo(line)
     click.echo("\nchecks")
     for line in check_table(bundle.manifest.checks):
         click.echo(f"  {line}")
@@ -69,5 +81,6 @@ def _facts(report: Report, bundle: Bundle, peak: int) -> dict[str, Any]:
         "seconds": report.seconds,
         "peak_memory_bytes": peak,
         "notes": report.notes,
+        "tensorrt_engines": [report_json(built) for built in report.engines],
         "checks": [dataclasses.asdict(row) for row in manifest.checks],
     }

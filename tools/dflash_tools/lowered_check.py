@@ -1,16 +1,18 @@
-"""Compares the lowered graphs of a bundle with its portable ones, without torch: every output, every KV row."""
+"""Compares what backends are given with the portable graphs, without torch: every output, every KV row."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
+from dflash_engines.fused_form import lower_fused
 from dflash_engines.half_precision import to_fp32
+from dflash_engines.passes.flat_matmul import FlatMatMulPass
 from dflash_export.deviation import Array, Worst, deviation
 from dflash_export.graph_runner import GraphRunner
 from dflash_runtime.bundle import Bundle, CheckRow, GraphFacts
@@ -38,6 +40,24 @@ def check_lowered(bundle: Bundle, backend: str) -> list[CheckRow]:
     Returns:
         Rows of stage `lowered`.
     """
+    return _compare(bundle, "lowered", lambda facts, calls: _lowered(bundle, facts, backend, calls))
+
+
+def check_fused(bundle: Bundle) -> list[CheckRow]:
+    """The same for the networks TensorRT engines are built from, computed in fp32 by ONNX Runtime.
+
+    Args:
+        bundle: In fp16 or bf16; no engines are needed.
+
+    Returns:
+        Rows of stage `network`.
+    """
+    return _compare(bundle, "network", lambda facts, calls: _fused(bundle, facts, calls))
+
+
+def _compare(
+    bundle: Bundle, stage: str, open_other: Callable[[GraphFacts, list[_Call]], GraphRunner]
+) -> list[CheckRow]:
     manifest = bundle.manifest
     graphs: list[tuple[str, GraphFacts]] = [("target", manifest.target.graph)]
     if manifest.drafter is not None:
@@ -46,7 +66,7 @@ def check_lowered(bundle: Bundle, backend: str) -> list[CheckRow]:
     for kind, facts in graphs:
         calls = list(_calls(bundle, kind))
         expected = _run(_portable(bundle, facts, calls), calls)
-        found = _run(_lowered(bundle, facts, backend, calls), calls)
+        found = _run(open_other(facts, calls), calls)
         worst = Worst()
         for one, two in zip(found, expected, strict=True):
             for name, array in two.items():
@@ -55,7 +75,7 @@ def check_lowered(bundle: Bundle, backend: str) -> list[CheckRow]:
                 else:
                     worst.add(f"{kind} {name}", deviation(one[name], array))
         covered = "calls (rows before, new): " + ", ".join(f"({c.position}, {c.rows})" for c in calls)
-        rows += _merged(worst, kind).rows("lowered", TOLERANCE, covered)
+        rows += _merged(worst, kind).rows(stage, TOLERANCE, covered)
     return rows
 
 
@@ -125,6 +145,12 @@ def _portable(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRun
 def _lowered(bundle: Bundle, facts: GraphFacts, backend: str, calls: list[_Call]) -> GraphRunner:
     path: Path = engine_folder(bundle, backend) / facts.file
     return _open(bundle, ir.load(path), facts, calls)
+
+
+def _fused(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
+    model = lower_fused(ir.load(bundle.file(facts.file)))
+    FlatMatMulPass()(model)
+    return _open(bundle, to_fp32(model), facts, calls)
 
 
 def _open(bundle: Bundle, model: ir.Model, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:

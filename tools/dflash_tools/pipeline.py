@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import onnx_ir as ir
 
 from dflash_engines.half_precision import emulate_half, to_fp32
 from dflash_engines.ort_cpu import lower_bundle, lower_model
+from dflash_engines.tensorrt_engines import BuiltEngines, build_engines, check_buildable
+from dflash_engines.tensorrt_plan import EngineOptions
 from dflash_export.add_drafter import plan_addition, write_with_drafter
 from dflash_export.build import export_bundle
 from dflash_export.build_plan import BuildOptions, plan_build
@@ -23,7 +25,7 @@ from dflash_export.staging import check_output_place, clear_leftovers, staged_fo
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle, CheckRow, Manifest, write_text_atomically
 from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.session import Session
-from dflash_tools.lowered_check import check_lowered
+from dflash_tools.lowered_check import check_fused, check_lowered
 
 Progress = Callable[[str, int, int], None]
 CHECKED_TOKENS = 24
@@ -37,9 +39,13 @@ class BuildReport:
     manifest: Manifest
     seconds: float
     notes: list[str]
+    engines: list[BuiltEngines] = dataclasses.field(default_factory=list)
+    """TensorRT engines, where they were asked for."""
 
 
-def build(options: BuildOptions, out: Path, backend: str, progress: Progress) -> BuildReport:
+def build(
+    options: BuildOptions, out: Path, backend: str, progress: Progress, engine_options: Sequence[EngineOptions] = ()
+) -> BuildReport:
     """Checkpoints to a checked bundle at `out`.
 
     Args:
@@ -47,12 +53,15 @@ def build(options: BuildOptions, out: Path, backend: str, progress: Progress) ->
         out: Its place; an older bundle there is replaced when the new one is complete.
         backend: `ort-cpu`, or `none` for portable graphs only.
         progress: Called with stage, done, total.
+        engine_options: TensorRT engines to build on top, one set for each kind of GPU.
 
     Raises:
         DFlashError: anything the user can mend; nothing is left behind.
     """
     started = time.monotonic()
     plan = plan_build(options)
+    for one in engine_options:
+        check_buildable(one, plan.target.precision)
     check_output_place(out, plan.needed_bytes)
     with staged_folder(out) as root:
         manifest = export_bundle(plan, root, progress)
@@ -66,8 +75,21 @@ def build(options: BuildOptions, out: Path, backend: str, progress: Progress) ->
                 require_passed(rows)
                 rows += check_tokens(root, manifest, backend, evidence.prompts, evidence.continuations)
                 progress("check lowered", 1, 1)
+        engines = []
+        if engine_options:
+            rows += _check_networks(root, progress)
+            require_passed(rows)
+            engines = [build_engines(Bundle.open(root, check_files=False), one, progress) for one in engine_options]
         _conclude(root, manifest, rows)
-    return _report(out, started, plan.notes)
+    engines = [dataclasses.replace(one, folder=out / one.folder.relative_to(root)) for one in engines]
+    return dataclasses.replace(_report(out, started, plan.notes), engines=engines)
+
+
+def _check_networks(root: Path, progress: Progress) -> list[CheckRow]:
+    progress("check network", 0, 1)
+    rows = check_fused(Bundle.open(root, check_files=False))
+    progress("check network", 1, 1)
+    return rows
 
 
 def add_drafter(
