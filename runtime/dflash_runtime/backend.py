@@ -8,8 +8,8 @@ from typing import Protocol
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import BackendError
 
-AVAILABLE = ("ort-cpu", "tensorrt", "tensorrt-rtx")
-PLANNED = ("ort-cuda",)
+AVAILABLE = ("ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx")
+PLANNED: tuple[str, ...] = ()
 
 
 class Backend(Protocol):
@@ -52,6 +52,8 @@ def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_t
         raise BackendError(f"threads is {threads} and must be at least 1; None lets the backend choose.")
     if prefill_chunk_tokens < 1:
         raise BackendError(f"prefill_chunk_tokens is {prefill_chunk_tokens} and must be at least 1, as 128.")
+    if name == "ort-cuda":
+        return _open_ort_cuda(bundle, threads, prefill_chunk_tokens)
     if name != "ort-cpu":
         return _open_tensorrt(name, bundle, threads, prefill_chunk_tokens)
     try:
@@ -59,6 +61,16 @@ def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_t
     except ModuleNotFoundError as error:
         raise BackendError(f"Backend {name!r} needs {error.name}: pip install dflash-export[ort]") from error
     return OrtCpuBackend(bundle, threads, prefill_chunk_tokens)
+
+
+def _open_ort_cuda(bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> Backend:
+    if threads is not None:
+        raise BackendError(f"threads is {threads} and backend 'ort-cuda' runs on the GPU. Leave it out.")
+    try:
+        from dflash_runtime.ort_cuda import OrtCudaBackend
+    except ModuleNotFoundError as error:
+        raise BackendError(f"Backend 'ort-cuda' needs {error.name}: pip install onnxruntime-gpu") from error
+    return OrtCudaBackend(bundle, prefill_chunk_tokens)
 
 
 def _open_tensorrt(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> Backend:
