@@ -133,4 +133,4 @@ def test_public_names() -> None:
     assert sorted(dflash_runtime.__all__) == dflash_runtime.__all__
     assert {"Session", "GenerationConfig", "GenerationResult"} <= set(dflash_runtime.__all__)
     assert all(hasattr(dflash_runtime, name) for name in dflash_runtime.__all__)
-    assert AVAILABLE == ("ort-cpu", "tensorrt", "tensorrt-rtx")
+    assert AVAILABLE == ("ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx")

@@ -17,11 +17,12 @@ from dflash_tools.sizes import bytes_text
 from dflash_tools.tensorrt_report import report_json, report_lines
 
 _TENSORRT = ("tensorrt", "tensorrt-rtx")
+_ORT = ("ort-cpu", "ort-cuda")
 
 
 @click.command("engines", cls=DFlashCommand, short_help="Lower a bundle's graphs, or build TensorRT engines.")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--backend", type=click.Choice(["ort-cpu", *_TENSORRT]), default="ort-cpu", show_default=True)
+@click.option("--backend", type=click.Choice([*_ORT, *_TENSORRT]), default="ort-cpu", show_default=True)
 @click.option("--block-size", "block_sizes", type=click.IntRange(2), multiple=True,
               help="TensorRT: a block size, anchor included; several may be given. Default: those of the bundle.")
 @click.option("--prefill-chunk", type=click.IntRange(1), default=128, show_default=True,
@@ -29,7 +30,7 @@ _TENSORRT = ("tensorrt", "tensorrt-rtx")
 @click.option("--weights", type=click.Choice(["shared", "embedded"]), default="shared", show_default=True,
               help="TensorRT: one copy of the weights for all engines, or one in each engine.")
 @click.option("--precision", type=click.Choice(["fp16", "bf16"]),
-              help="TensorRT: what the engines compute in. Default: the bundle's precision.")
+              help="TensorRT and ort-cuda: what is computed in. Default: the bundle's precision.")
 @click.option("--compute-capability", "capabilities", multiple=True, metavar="X.Y",
               help="TensorRT-RTX: build for this kind of GPU, as 8.9; may be repeated. Default: the GPU here.")
 @click.option("--max-build-memory", type=MEMORY_SIZE, help="TensorRT: stop a build that takes more memory, as 2GB.")
@@ -37,17 +38,21 @@ _TENSORRT = ("tensorrt", "tensorrt-rtx")
 def command(bundle: Path, backend: str, as_json: bool, capabilities: tuple[str, ...], **options: Any) -> None:
     """Makes what a backend executes from BUNDLE's portable graphs. Needs neither torch nor Transformers.
 
-    ort-cpu: graphs for ONNX Runtime. tensorrt, tensorrt-rtx: engines without weights and with static shapes, one
-    profile per block size; TensorRT-RTX builds them on machines without a GPU too.
+    ort-cpu: graphs for ONNX Runtime. ort-cuda: graphs for its CUDA provider, in fp16 or bf16. tensorrt, tensorrt-rtx:
+    engines without weights and with static shapes, one profile per block size; TensorRT-RTX builds them on machines
+    without a GPU too.
     """
     opened = Bundle.open(bundle)
     if backend in _TENSORRT:
         _build_tensorrt(opened, backend, capabilities, options, as_json)
         return
-    _refuse_tensorrt_options(capabilities, options)
+    _refuse_tensorrt_options(backend, capabilities, options)
     with needs_extra("engines"):
-        from dflash_engines.ort_cpu import lower_bundle
-    lower_bundle(opened.path)
+        from dflash_engines import ort_cpu, ort_cuda
+    if backend == "ort-cuda":
+        ort_cuda.lower_bundle(opened.path, options["precision"])
+    else:
+        ort_cpu.lower_bundle(opened.path)
     record = open_engine(opened, backend)
     folder = engine_folder(opened, backend)
     if as_json:
@@ -59,12 +64,14 @@ def command(bundle: Path, backend: str, as_json: bool, capabilities: tuple[str, 
     click.echo(f"They execute in {record.execution_precision}, on the weights of the bundle.")
 
 
-def _refuse_tensorrt_options(capabilities: tuple[str, ...], options: dict[str, Any]) -> None:
+def _refuse_tensorrt_options(backend: str, capabilities: tuple[str, ...], options: dict[str, Any]) -> None:
     given = ["--compute-capability"] if capabilities else []
     given += ["--block-size"] if options["block_sizes"] else []
-    given += [f"--{name.replace('_', '-')}" for name in ("precision", "max_build_memory") if options[name] is not None]
+    names = ["max_build_memory"] if backend == "ort-cuda" else ["precision", "max_build_memory"]
+    given += [f"--{name.replace('_', '-')}" for name in names if options[name] is not None]
     if given:
-        raise click.UsageError(f"{', '.join(given)}: for TensorRT only; ort-cpu takes every block size in fp32.")
+        precision = "fp32" if backend == "ort-cpu" else "fp16 or bf16"
+        raise click.UsageError(f"{', '.join(given)}: for TensorRT; {backend} takes any block size, in {precision}.")
 
 
 def _build_tensorrt(
