@@ -22,10 +22,11 @@ SCALE_BYTES = 2
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 ENGINE_BYTES_PER_LAYER_AND_PROFILE = 520_000
-"""TensorRT-RTX 1.7.1, 28 layers of Qwen2-7B's shape, weights as inputs: 14.5 MB for one profile, 72 MB for five."""
+"""TensorRT-RTX 1.7.1, 28 layers of Qwen2-7B's shape, weights as inputs: 72.5 MB for five profiles. With a drafter of
+five layers the formula gives 91 MB and `python -m dflash_tools.engine_memory` builds 92 MB."""
 BUILDER_BASE_BYTES = 430_000_000
 BUILDER_BYTES_PER_LAYER_AND_PROFILE = 1_400_000
-"""The same builds held 0.47 GB resident for one profile and 0.62 GB for five, on a machine without a GPU."""
+"""The same build held 0.62 GB resident, and 0.47 GB with one profile, on a machine without a GPU."""
 ORT_BYTES_PER_TARGET_LAYER = 5_000
 ORT_BYTES_PER_DRAFTER_LAYER = 12_800
 """Graphs for ort-cpu without weights, drafter and context together: 151 kB for SmolLM2's 30 layers, 38 kB for 3."""
