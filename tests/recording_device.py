@@ -98,10 +98,11 @@ class RecordingDevice:
         work()
         recorded, self._recording = self._recording, None
 
-        def launch() -> None:
-            self.enqueue(("launch",), lambda: [step() for _, step in recorded] and None)  # type: ignore[func-returns-value]
+        def run() -> None:
+            for _, step in recorded:
+                step()
 
-        return launch
+        return lambda: self.enqueue(("launch",), run)
 
     def close(self) -> None:
         self.closed = True

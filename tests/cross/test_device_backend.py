@@ -1,0 +1,347 @@
+"""The TensorRT backends on a device made of NumPy: real tokens, in the order and with the copies a GPU would get."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Make
+from pairs import MAIN
+from recorded_engines import BACKENDS, write_recorded_engines
+from recording_device import RecordingDevice
+
+from dflash_runtime import GenerationConfig, NumericsError, Session
+from dflash_runtime.bundle import Bundle
+from dflash_runtime.device_caches import DeviceCaches
+from dflash_runtime.device_engine import read_device_engine
+from dflash_runtime.errors import BackendError, EngineError
+from dflash_runtime.tensorrt_backend import TensorRTBackend, open_tensorrt
+
+CONTEXT, CHUNK, BUILT, LAYOUTS = MAIN.max_context_tokens or 0, 32, [4, 8, 16], (32, 64)
+FORMS = ["fused", "primitive"]
+FREE = GenerationConfig(max_new_tokens=40, stop_token_ids=())
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(1000 * seed + length)
+    return [rng.randrange(512) for _ in range(length)]
+
+
+@pytest.fixture(scope="module")
+def bundle(exported: Make, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    copy = Bundle.open(shutil.copytree(exported(MAIN), tmp_path_factory.mktemp("device") / "bundle"))
+    for form in FORMS:
+        write_recorded_engines(copy, form, BUILT, CHUNK, LAYOUTS if form == "primitive" else ())
+    return copy
+
+
+class Opened:
+    """A session on the recording device."""
+
+    def __init__(self, bundle: Bundle, form: str, capture_cycles: bool = False) -> None:
+        self.device, self.form = RecordingDevice(), form
+        folder = bundle.path / "engines" / f"{BACKENDS[form]}-sm89"
+        record = read_device_engine(folder, "none")
+        self.backend = TensorRTBackend(BACKENDS[form], bundle, self.device, folder, record, 128,
+                                       capture_cycles=capture_cycles)  # fmt: skip
+        self.session = Session(bundle, self.backend, None)
+        self.opened = len(self.device.log)
+
+    def tokens(self, prompt: list[int], **changes: Any) -> Any:
+        result = self.session.generate(prompt, dataclasses.replace(FREE, **changes))
+        return result.token_ids, result.proposed_ids, result.finish_reason
+
+    def caches(self) -> dict[str, Any]:
+        """Name -> the rows of a cache of the widest layout, [kv_heads, capacity, D]."""
+        self.device.finish()
+        found = {}
+        for caches in self.backend._caches.values():
+            rows = caches._layouts[-1]
+            sizes = {t.input: t.shape for group in caches.groups for t in group.members}
+            for name, buffer in caches.tensors(rows).items():
+                if name in sizes:
+                    array = self.device.view(*buffer).view(np.float32)
+                    found[f"{id(caches)}.{name}"] = array.reshape(sizes[name][1], rows, sizes[name][3])
+        return found
+
+
+@pytest.fixture(params=FORMS)
+def opened(bundle: Bundle, request: pytest.FixtureRequest) -> Iterator[Opened]:
+    made = Opened(bundle, request.param)
+    yield made
+    made.device.finish()
+    made.device.check_guards()
+    made.session.close()
+    assert made.device.closed
+
+
+@pytest.fixture(scope="module")
+def expected(bundle: Bundle) -> Iterator[Callable[..., Any]]:
+    """What ort-cpu says; it drafts at the sizes that are built and cuts, as the device does."""
+    with Session.open(bundle.path, threads=1, prefill_chunk_tokens=CHUNK) as session:
+        backend: Any = session._backend
+        draft = backend.draft
+        backend.draft = lambda anchor, size, position: draft(
+            anchor, next(built for built in BUILT if built >= size), position)[: size - 1]  # fmt: skip
+
+        def say(prompt: list[int], **changes: Any) -> Any:
+            result = session.generate(prompt, dataclasses.replace(FREE, **changes))
+            return result.token_ids, result.proposed_ids, result.finish_reason
+
+        yield say
+
+
+@pytest.mark.parametrize("block", [1, 4, 5, 16])
+@pytest.mark.parametrize("length", [1, 6, 33, 77])
+def test_tokens_and_proposals_are_those_of_ort_cpu(opened: Opened, expected: Any, block: int, length: int) -> None:
+    prompt = prompt_of(length)
+    assert opened.tokens(prompt, block_size=block) == expected(prompt, block_size=block)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_block_sizes_may_change(opened: Opened, expected: Any, seed: int) -> None:
+    sizes = [random.Random(seed).choice([1, 1, 4, 7, 16]) for _ in range(200)]
+    options: Any = {"max_new_tokens": 120, "block_schedule": lambda n: sizes[n]}
+    assert opened.tokens(prompt_of(9, seed), **options) == expected(prompt_of(9, seed), **options)
+
+
+@pytest.mark.parametrize("length", [CONTEXT - 20, CONTEXT - 1, CONTEXT])
+@pytest.mark.parametrize("block", [1, 16])
+def test_the_context_is_used_to_its_last_row(opened: Opened, expected: Any, length: int, block: int) -> None:
+    prompt = prompt_of(length)
+    found = opened.tokens(prompt, max_new_tokens=100, block_size=block)
+    assert found == expected(prompt, max_new_tokens=100, block_size=block)
+    assert found[2] == "context"
+
+
+def test_a_request_is_alone(opened: Opened, expected: Any) -> None:
+    for length in (50, 6, 20):
+        opened.backend.reset()  # a request that is left in the middle of a round
+        opened.backend.prefill(prompt_of(30), 0)
+        opened.backend.append_context(30, 0)
+        opened.backend.draft(3, 16, 30)
+        assert opened.tokens(prompt_of(length)) == expected(prompt_of(length))
+
+
+def test_stop_tokens_end_the_output(opened: Opened, expected: Any) -> None:
+    words = expected(prompt_of(6))[0]
+    for stop in set(words[:12]):
+        found = opened.tokens(prompt_of(6), stop_token_ids=(stop,))
+        assert found == expected(prompt_of(6), stop_token_ids=(stop,))
+        assert found[2] == "stop"
+
+
+@pytest.fixture(params=FORMS)
+def one_layout(bundle: Bundle, tmp_path: Path, request: pytest.FixtureRequest) -> Opened:
+    """Without short layouts, whose rows lie elsewhere."""
+    copy = Bundle.open(shutil.copytree(bundle.path, tmp_path / "bundle"))
+    write_recorded_engines(copy, request.param, BUILT, CHUNK)
+    return Opened(copy, request.param)
+
+
+def rows_stay(made: Opened, expected: Any) -> None:
+    for rows in made.caches().values():
+        rows[:] = 7.25
+    for length in (CONTEXT - 20, CONTEXT - 3):
+        assert made.tokens(prompt_of(length), block_size=16) == expected(prompt_of(length), block_size=16)
+    assert made.caches()
+    for rows in made.caches().values():
+        assert not (rows[:, :CONTEXT] == 7.25).all(axis=-1).any()
+        first_free = CONTEXT + (BUILT[-1] if made.form == "fused" else 1)
+        assert (rows[:, first_free:] == 7.25).all()
+
+
+def test_dead_rows_do_not_matter_and_stay(one_layout: Opened, expected: Any) -> None:
+    """Caches full of rubbish; rows that no call may reach keep it, and padded rows are never committed."""
+    rows_stay(one_layout, expected)
+    one_layout.device.check_guards()
+
+
+@pytest.mark.parametrize("one_layout", ["primitive"], indirect=True)
+def test_a_committed_padding_shows(one_layout: Opened, monkeypatch: pytest.MonkeyPatch, expected: Any) -> None:
+    commit = DeviceCaches.commit
+    monkeypatch.setattr(DeviceCaches, "commit", lambda self, new, call, rows, at: commit(self, new, call, call, at))
+    with pytest.raises(AssertionError):
+        rows_stay(one_layout, expected)
+
+
+def test_a_cycle_waits_once_and_copies_proposals_on_the_device(opened: Opened) -> None:
+    opened.tokens(prompt_of(6), block_size=8, max_new_tokens=25)
+    log, rows = opened.device.log[opened.opened :], {"fused": 192, "primitive": 32}[opened.form]
+    starts = [i for i, entry in enumerate(log) if entry == ("drafter", 8, rows) and log[i + 1] == ("copy", 7 * 8, 1)]
+    assert len(starts) > 2
+    manifest = opened.session.bundle.manifest
+    assert manifest.drafter is not None
+    commits = [
+        [("copy", 8 * state[0].shape[3] * 4, len(state) * state[0].shape[1])] if opened.form == "primitive" else []  # type: ignore[operator]
+        for state in (manifest.target.graph.state, manifest.drafter.graph.state)
+    ]
+    for start in starts:
+        cycle = [
+            ("upload", 4 * 256), ("drafter", 8, rows), ("copy", 7 * 8, 1), ("target", 8, rows), *commits[0],
+            ("download", 2 * 256), ("mark",), ("drafter_context", 8, rows), *commits[1], ("wait",),
+        ]  # fmt: skip
+        assert log[start - 1 : start - 1 + len(cycle)] == cycle
+
+
+def test_nothing_is_allocated_after_open(opened: Opened) -> None:
+    opened.tokens(prompt_of(77), max_new_tokens=60)
+    opened.tokens(prompt_of(5), max_new_tokens=60, block_size=16)
+    later = {entry[0] for entry in opened.device.log[opened.opened :]}
+    assert later.isdisjoint({"allocate", "host"}) and {"target", "drafter"} <= later
+
+
+def test_every_weight_is_uploaded_once(opened: Opened, bundle: Bundle) -> None:
+    uploads = [entry[1] for entry in opened.device.log[: opened.opened] if entry[0] == "upload"]
+    assert sum(uploads) == sum(entry.length_bytes for entry in bundle.manifest.weights.values())
+    by_weight: dict[str, set[int]] = {}
+    for graph in (opened.backend._target, opened.backend._context, opened.backend._drafter):
+        assert graph is not None
+        for context in graph._contexts.values():
+            for bound in graph.facts.weights:
+                by_weight.setdefault(bound.weight, set()).add(context.addresses[bound.input])  # type: ignore[attr-defined]
+    assert set(by_weight) == set(bundle.manifest.weights)
+    assert all(len(addresses) == 1 for addresses in by_weight.values())
+    inputs = [bound.input for bound in opened.backend._target.facts.weights]
+    assert len(inputs) > len({bound.weight for bound in opened.backend._target.facts.weights})  # a tied embedding
+
+
+def test_past_and_present_are_one_and_taps_are_shared(bundle: Bundle) -> None:
+    backend = Opened(bundle, "fused").backend
+    assert backend._context is not None
+    context: Any = next(iter(backend._target._contexts.values()))
+    pairs = [(name, name.replace("past_key_values.", "present.")) for name in context.addresses if "past" in name]
+    assert pairs and all(context.addresses[a] == context.addresses[b] for a, b in pairs)
+    append: Any = next(iter(backend._context._contexts.values()))
+    assert append.addresses["taps"] == context.addresses["taps"]
+
+
+def test_short_contexts_read_short_caches(bundle: Bundle) -> None:
+    made = Opened(bundle, "primitive")
+    made.tokens(prompt_of(6), max_new_tokens=120, block_size=4)
+    rows = [entry[2] for entry in made.device.log if entry[0] == "target"]
+    assert sorted(set(rows)) == [32, 64, 192] and rows == sorted(rows)
+    made.tokens(prompt_of(6), max_new_tokens=4)
+    assert [entry[2] for entry in made.device.log if entry[0] == "target"][-1] == 32
+
+
+def test_captured_cycles_say_the_same(bundle: Bundle, expected: Any) -> None:
+    made = Opened(bundle, "fused", capture_cycles=True)
+    for length in (6, 33):
+        assert made.tokens(prompt_of(length), block_size=8) == expected(prompt_of(length), block_size=8)
+    log = made.device.log[made.opened :]
+    drafts = [entry for entry in log if entry[0] == "drafter"]
+    assert len(drafts) == len(set(made.backend._prepared)) and len([e for e in log if e == ("launch",)]) > 20
+
+
+def test_without_a_drafter(bundle: Bundle, expected: Any) -> None:
+    folder = bundle.path / "engines" / "tensorrt-rtx-sm89"
+    record = read_device_engine(folder, "none")
+    alone = dataclasses.replace(record, engines=[e for e in record.engines if e.kind == "target"])
+    plain = Bundle(bundle.path, dataclasses.replace(bundle.manifest, drafter=None))
+    backend = TensorRTBackend("tensorrt-rtx", plain, RecordingDevice(), folder, alone, 128)
+    result = Session(plain, backend, None).generate(prompt_of(40), FREE)
+    assert result.token_ids == expected(prompt_of(40), plain=True)[0]
+    with pytest.raises(BackendError, match="no drafter"):
+        backend.draft(1, 4, 0)
+
+
+def test_another_block_than_the_proposed_one_is_verified_anew(opened: Opened, bundle: Bundle) -> None:
+    with Session.open(bundle.path, threads=1) as session:
+        reference, prompt = session._backend, prompt_of(6)
+        for backend in (reference, opened.backend):
+            backend.reset()
+            backend.prefill(prompt, 0)
+            backend.append_context(6, 0)
+        other = [5, 6, 7, 8]
+        opened.backend.draft(5, 4, 6)
+        assert opened.backend.verify(other, 6) == reference.verify(other, 6)
+        for backend in (reference, opened.backend):
+            backend.append_context(4, 6)
+        assert opened.backend.draft(9, 4, 10) == reference.draft(9, 4, 10)
+
+
+def test_nan_is_refused_and_wiped(opened: Opened, expected: Any) -> None:
+    opened.tokens(prompt_of(6))
+    prefill = opened.backend.prefill
+
+    def poisoned(ids: list[int], position: int) -> int:
+        token = prefill(ids, position)
+        for rows in opened.caches().values():
+            rows[:] = np.nan
+        return token
+
+    opened.backend.prefill = poisoned  # type: ignore[method-assign, assignment]
+    with pytest.raises(NumericsError):
+        opened.tokens(prompt_of(6))
+    opened.backend.prefill = prefill  # type: ignore[method-assign]
+    assert opened.tokens(prompt_of(20)) == expected(prompt_of(20))
+
+
+def _no_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecordingDevice, "wait", lambda self: None)
+
+
+def _no_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("dflash_runtime.tensorrt_backend._Ids.drafts_into_block", lambda self, count: None)
+
+
+def _late_host(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("dflash_runtime.tensorrt_backend._Ids.upload", lambda self: None)
+
+
+def _lost_rows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeviceCaches, "commit", lambda self, *rest: None)
+
+
+def _unmoved_rows(patch: pytest.MonkeyPatch) -> None:
+    make_room = DeviceCaches.make_room
+    patch.setattr(DeviceCaches, "make_room", lambda self, rows, committed: make_room(self, rows, 0))
+
+
+@pytest.mark.parametrize(
+    ("form", "fault"),
+    [("fused", _no_wait), ("fused", _no_copy), ("fused", _late_host), ("primitive", _lost_rows),
+     ("primitive", _unmoved_rows)],
+)  # fmt: skip
+def test_a_planted_fault_shows(
+    bundle: Bundle, expected: Any, monkeypatch: pytest.MonkeyPatch, form: str, fault: Callable[..., None]
+) -> None:
+    made = Opened(bundle, form)
+    fault(monkeypatch)
+    wrong = [made.tokens(prompt_of(n)) != expected(prompt_of(n)) for n in (20, 33, 6)]
+    assert any(wrong)
+
+
+def test_engines_that_do_not_fit_are_refused(bundle: Bundle, tmp_path: Path) -> None:
+    copy = Bundle.open(shutil.copytree(bundle.path, tmp_path / "bundle"))
+    command = f"dflash-export engines {copy.path} --backend tensorrt-rtx"
+    for device, said in (
+        (RecordingDevice(compute_capability="12.0"), "compute capability 8.9, here is 12.0"),
+        (RecordingDevice(tensorrt_version="1.8"), "tensorrt-rtx 1.7.1, here is 1.8"),
+    ):
+        with pytest.raises(EngineError, match=said) as error:
+            open_tensorrt("tensorrt-rtx", copy, device, 128)
+        assert command in str(error.value)
+    shutil.rmtree(copy.path / "engines" / "tensorrt-rtx-sm89")
+    with pytest.raises(EngineError, match=r"no engines in .*tensorrt-rtx-sm89") as error:
+        open_tensorrt("tensorrt-rtx", copy, RecordingDevice(), 128)
+    assert command in str(error.value)
+
+
+def test_sizes_that_were_not_built_are_refused(bundle: Bundle, tmp_path: Path) -> None:
+    copy = Bundle.open(shutil.copytree(bundle.path, tmp_path / "bundle"))
+    write_recorded_engines(copy, "fused", [4], 8)
+    backend = open_tensorrt("tensorrt-rtx", copy, RecordingDevice(), 128)
+    assert backend.prefill_chunk_tokens == 8
+    with pytest.raises(EngineError, match=r"drafter engine takes \[4\].* 16 .*dflash-export engines"):
+        Session(copy, backend, None).generate(prompt_of(6), dataclasses.replace(FREE, block_size=16))
+    longer = Bundle(copy.path, dataclasses.replace(copy.manifest, max_context_tokens=CONTEXT + 64))
+    with pytest.raises(EngineError, match=f"do not hold a context of {CONTEXT + 64}"):
+        open_tensorrt("tensorrt-rtx", longer, RecordingDevice(), 128)
