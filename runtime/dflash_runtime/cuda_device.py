@@ -145,10 +145,11 @@ class CudaEngine:
         if context is None or not context.set_optimization_profile_async(profile, int(self._stream)):
             raise EngineError(f"TensorRT cannot prepare profile {profile} of {self._path}; its own message is above.")
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
-        for name in names:
-            if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT and -1 in tuple(engine.get_tensor_shape(name)):
-                # A profile allows one shape: smallest, best and largest are the same.
-                context.set_input_shape(name, tuple(engine.get_tensor_profile_shape(name, profile)[1]))
+        moving = [name for name in names if -1 in tuple(engine.get_tensor_shape(name))]
+        for name in (name for name in moving if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT):
+            # A profile allows one shape: smallest, best and largest are the same.
+            if not context.set_input_shape(name, tuple(engine.get_tensor_profile_shape(name, profile)[1])):
+                raise EngineError(f"TensorRT refuses the shape of {name} in profile {profile} of {self._path}.")
         sizes = {
             name: int(np.prod(tuple(context.get_tensor_shape(name)))) * engine.get_tensor_dtype(name).itemsize
             for name in names

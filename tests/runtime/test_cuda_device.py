@@ -1,0 +1,166 @@
+"""The one module that calls CUDA and TensorRT, on stand-ins for both; the real ones where they are installed."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_cuda import FakeCuda, FakeTensorRT, Status
+
+from dflash_runtime import BackendError, Session
+from dflash_runtime.errors import EngineError
+
+MODULE = "dflash_runtime.cuda_device"
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    fake = FakeCuda()
+    for name in ("cuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, type(sys)(name))
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", fake)
+    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorRT("tensorrt"))
+    sys.modules.pop(MODULE, None)
+    yield fake
+    sys.modules.pop(MODULE, None)
+
+
+@pytest.fixture
+def device(cuda: FakeCuda) -> Any:
+    return importlib.import_module(MODULE).CudaDevice("tensorrt")
+
+
+def test_what_the_device_is(device: Any) -> None:
+    assert device.compute_capability == "8.9"
+    assert device.tensorrt_version == "10.3.0"  # a Jetson's module has no package
+
+
+def test_memory_copies_and_marks(device: Any, cuda: FakeCuda) -> None:
+    buffer = device.allocate(64)
+    assert not cuda.memory[buffer.address].any()
+    host = device.host_memory(32)
+    assert not host.any()
+    host[:] = np.arange(32)
+    device.upload(buffer.address, host)
+    device.copy_rows(buffer.address + 32, 8, buffer.address, 4, 3, 4)
+    back = device.host_memory(64)
+    device.download(back, buffer.address)
+    device.mark()
+    device.wait()
+    assert back[32:].reshape(4, 8)[:, :3].tolist() == [[n, n + 1, n + 2] for n in (0, 4, 8, 12)]
+    assert not back[32:].reshape(4, 8)[:, 3:].any()
+    device.clear(buffer)
+    assert not cuda.memory[buffer.address].any()
+    assert ("cudaEventRecord", "event", 77) in cuda.calls and cuda.calls[-2] == ("cudaEventSynchronize", "event")
+    device.close()
+    assert cuda.memory == {}
+
+
+def test_a_capture_is_launched_as_one(device: Any, cuda: FakeCuda) -> None:
+    before = len(cuda.calls)
+    launch = device.capture(device.mark)
+    names = [call[0] for call in cuda.calls[before:]]
+    assert names == ["cudaStreamBeginCapture", "cudaEventRecord", "cudaStreamEndCapture", "cudaGraphInstantiate",
+                     "cudaGraphDestroy"]  # fmt: skip
+    launch()
+    assert cuda.calls[-1] == ("cudaGraphLaunch", "exec", 77)
+
+
+def test_engines_and_contexts(device: Any, tmp_path: Path) -> None:
+    trt: Any = sys.modules["tensorrt"]
+    (tmp_path / "target.engine").write_bytes(b"engine")
+    engine = device.open_engine(tmp_path / "target.engine")
+    scratch = device.allocate(engine.scratch_bytes)
+    context = engine.open_context(1, scratch)
+    assert trt.calls == [
+        ("create", "by the user"), ("set_device_memory", *scratch), ("set_optimization_profile_async", 1, 77),
+        ("set_input_shape", "ids", (1, 16)),
+    ]  # fmt: skip
+    assert context.sizes_bytes == {"ids": 128, "weight": 96, "taps": 256}
+    assert engine.open_context(0, scratch).sizes_bytes["taps"] == 64
+    context.bind({"ids": 256, "weight": 512})
+    context.enqueue()
+    assert trt.calls[-3:] == [("set_tensor_address", "ids", 256), ("set_tensor_address", "weight", 512),
+                              ("execute_async_v3", 77)]  # fmt: skip
+    for refused, call in (
+        ("set_tensor_address", lambda: context.bind({"ids": 1})),
+        ("execute_async_v3", context.enqueue),
+        ("set_optimization_profile_async", lambda: engine.open_context(0, scratch)),
+        ("set_input_shape", lambda: engine.open_context(0, scratch)),
+        ("create", lambda: engine.open_context(0, scratch)),
+    ):
+        trt.refuses = {refused}
+        with pytest.raises(EngineError, match=r"target\.engine"):
+            call()
+    (tmp_path / "target.engine").write_bytes(b"broken")
+    with pytest.raises(EngineError, match=r"TensorRT 10.3.0 cannot load .*target\.engine"):
+        device.open_engine(tmp_path / "target.engine")
+
+
+def test_what_fails_is_named(device: Any, cuda: FakeCuda) -> None:
+    cuda.fail = {"cudaMalloc": Status.cudaErrorMemoryAllocation, "cudaEventRecord": Status.cudaErrorMemoryAllocation}
+    with pytest.raises(BackendError, match=r"5 MiB are wanted and 3 of 8 MiB .* cudaErrorMemoryAllocation"):
+        device.allocate(5 << 20)
+    with pytest.raises(BackendError, match="cudaEventRecord failed: cudaErrorMemoryAllocation"):
+        device.mark()
+
+
+def test_no_gpu_is_said_and_nothing_else_is_tried(tiny: Path, cuda: FakeCuda) -> None:
+    cuda.fail = {"cudaGetDeviceCount": Status.cudaErrorInsufficientDriver}
+    with pytest.raises(BackendError, match=r"'tensorrt' needs an NVIDIA GPU .*InsufficientDriver.*ort-cpu"):
+        Session.open(tiny, "tensorrt")
+    cuda.fail, cuda.gives["cudaGetDeviceCount"] = {}, (0,)
+    with pytest.raises(BackendError, match="no device"):
+        Session.open(tiny, "tensorrt")
+
+
+def test_no_engines_are_said_and_the_device_is_freed(tiny: Path, cuda: FakeCuda) -> None:
+    with pytest.raises(EngineError, match=r"no engines in .*tensorrt-sm89.*engines .* --backend tensorrt"):
+        Session.open(tiny, "tensorrt")
+    assert cuda.calls[-1] == ("cudaStreamDestroy", 77)
+
+
+@pytest.mark.parametrize(("name", "missing"), [("tensorrt", "cuda"), ("tensorrt-rtx", "tensorrt_rtx")])
+def test_missing_packages_are_named(
+    tiny: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str, missing: str
+) -> None:
+    for module in [loaded for loaded in sys.modules if loaded.partition(".")[0] == missing]:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(BackendError, match=rf"'{name}' needs {missing}.*pip install dflash-export\[{name}\]"):
+        Session.open(tiny, name)
+
+
+def test_threads_are_not_for_a_gpu(tiny: Path) -> None:
+    with pytest.raises(BackendError, match="threads is 2"):
+        Session.open(tiny, "tensorrt-rtx", threads=2)
+
+
+def test_the_real_cuda_python_has_these_functions() -> None:
+    real = pytest.importorskip("cuda.bindings.runtime")
+    text = Path(importlib.util.find_spec(MODULE).origin).read_text(encoding="utf-8")  # type: ignore[union-attr, arg-type]
+    names = set(re.findall(r'_call\("(\w+)"', text)) | set(re.findall(r"cuda\.(cuda\w+)", text))
+    assert len(names) > 20
+    assert [name for name in names if not hasattr(real, name)] == []
+    status, count = real.cudaGetDeviceCount()
+    assert status == real.cudaError_t.cudaSuccess or not count
+
+
+def test_the_real_tensorrt_rtx_has_these_methods() -> None:
+    real = pytest.importorskip("tensorrt_rtx")
+    for owner, names in (
+        (real.ICudaEngine, "create_execution_context device_memory_size_v2 get_tensor_name get_tensor_mode "
+                           "get_tensor_shape get_tensor_dtype get_tensor_profile_shape num_io_tensors"),
+        (real.IExecutionContext, "set_device_memory set_optimization_profile_async set_input_shape get_tensor_shape "
+                                 "set_tensor_address execute_async_v3"),
+        (real.Runtime, "deserialize_cuda_engine"),
+        (real.ExecutionContextAllocationStrategy, "USER_MANAGED"), (real.TensorIOMode, "INPUT"),
+    ):  # fmt: skip
+        assert [name for name in names.split() if not hasattr(owner, name)] == []
+    assert [real.DataType.BF16.itemsize, real.DataType.INT64.itemsize] == [2, 8]
