@@ -1,0 +1,59 @@
+"""Engines at real sizes, from graphs whose weights do not exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from dflash_engines import tensorrt_network
+from dflash_engines.tensorrt_engines import build_engines
+from dflash_engines.tensorrt_plan import EngineOptions
+from dflash_runtime.bundle import Bundle
+from dflash_runtime.errors import EngineError
+from dflash_tools.engine_memory import DRAFTER_7B, QWEN2_7B
+from dflash_tools.hollow_bundle import write_hollow_bundle
+
+pytest.importorskip("tensorrt_rtx")
+OPTIONS = EngineOptions("tensorrt-rtx", "8.9", (16,), use_cache=False)
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def wide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Two layers of Qwen2-7B's width and vocabulary, and a drafter of one."""
+    tied = request.param == "tied"
+    root = tmp_path_factory.mktemp("wide") / "a bundle"
+    drafter: dict[str, Any] = {**DRAFTER_7B, "num_hidden_layers": 1, "num_target_layers": 2}
+    drafter["dflash_config"] = {"mask_token_id": 151665, "target_layer_ids": [0]}
+    write_hollow_bundle(root, {**QWEN2_7B, "num_hidden_layers": 2, "tie_word_embeddings": tied}, drafter, 896)
+    assert sum(path.stat().st_blocks for path in root.rglob("*.safetensors")) == 0
+    return Bundle.open(root, check_files=False)
+
+
+@pytest.mark.slow
+def test_no_weight_is_in_the_engines_or_in_scratch_memory(wide: Bundle) -> None:
+    built = build_engines(wide, OPTIONS)
+    assert built.weight_bytes > 2.5e9 and built.record.engine_bytes < 60e6
+    assert max(max(engine.scratch_bytes) for engine in built.record.engines) < 100 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["FlatMatMulPass", "_by_reading"])
+def test_a_network_that_copies_weights_is_refused(wide: Bundle, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of three axes, and one weight read in two ways: TensorRT writes the weight out again in every call."""
+
+    class Nothing(ir.passes.InPlacePass):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            return ir.passes.PassResult(model, False)
+
+    if fault == "FlatMatMulPass":
+        monkeypatch.setattr(tensorrt_network, fault, Nothing)
+    else:
+        if not wide.manifest.target.tied_head:
+            pytest.skip("no weight of an untied model is read in two ways")
+        monkeypatch.setattr(tensorrt_network.WeightInputsPass, fault, lambda self, graph, value: [value])
+    with pytest.raises(EngineError, match="it copies weights on every call"):
+        build_engines(wide, OPTIONS)
+    assert not Path(wide.path / "engines").exists() or not list((wide.path / "engines").glob("*partial*"))
