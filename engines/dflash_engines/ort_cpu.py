@@ -12,11 +12,15 @@ import onnx_ir as ir
 from dflash_engines.engine_writing import write_engine
 from dflash_engines.passes.constant_reshape import ConstantReshapePass
 from dflash_engines.passes.group_query_attention import GroupQueryAttentionPass
+from dflash_engines.passes.kernel_rotation import KernelRotationPass
 from dflash_engines.passes.length_sliced_attention import LengthSlicedAttentionPass
+from dflash_engines.passes.packed_projections import PackProjectionsPass
 from dflash_engines.passes.retype_to_fp32 import RetypeToFp32Pass
 from dflash_engines.passes.rms_norm import FuseRmsNormPass
 from dflash_engines.passes.rotary_embedding import FuseRotaryEmbeddingPass
+from dflash_engines.passes.skip_norm import FuseSkipNormPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
+from dflash_engines.passes.uncut_rows import UncutRowsPass
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.engine_record import EngineRecord, open_engine
 from dflash_runtime.errors import EngineError
@@ -26,9 +30,11 @@ GraphKind = Literal["target", "drafter_context", "drafter"]
 Progress = Callable[[str, int, int], None]
 
 _EXECUTION_PRECISION = "fp32"
-_CONTRIB_OPERATORS = frozenset({"FusedMatMul", "GroupQueryAttention"})
+_CONTRIB_OPERATORS = frozenset({"FusedMatMul", "GroupQueryAttention", "SkipSimplifiedLayerNormalization"})
 # A record made by other versions of these is made anew: they decide what the graphs look like.
 _MAKERS = ("dflash-export", "onnx", "onnx-ir")
+# One more with each change to what the passes make, as the package's version may stay the same.
+_LOWERING_REVISION = 2
 
 
 def lower_bundle(bundle_path: str | os.PathLike[str], progress: Progress | None = None) -> EngineRecord:
@@ -47,7 +53,7 @@ def lower_bundle(bundle_path: str | os.PathLike[str], progress: Progress | None 
         OutputError: the folder cannot be written.
     """
     bundle = Bundle.open(bundle_path)
-    versions = {name: version(name) for name in _MAKERS}
+    versions = {name: version(name) for name in _MAKERS} | {"lowering": str(_LOWERING_REVISION)}
     present = _fitting_record(bundle, versions)
     if present is not None:
         return present
@@ -84,8 +90,12 @@ def lower_model(model: ir.Model, kind: GraphKind, precision: str = _EXECUTION_PR
         FuseRmsNormPass(),
         FuseRotaryEmbeddingPass(),
         GroupQueryAttentionPass(),
+        KernelRotationPass(),
         LengthSlicedAttentionPass(),
         FuseTransposedMatMulPass(),
+        PackProjectionsPass(),
+        UncutRowsPass(),
+        FuseSkipNormPass(),
         ConstantReshapePass(),
     ):
         before = len(lowered.graph)

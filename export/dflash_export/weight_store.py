@@ -59,7 +59,9 @@ def store_weights(
         OutputError: the disk is full or not writable.
     """
     dtypes = dict(islands or {})
-    places = {name: places[name] for name in (*dtypes, *(n for n in places if n not in dtypes))}  # wide ones aligned
+    # Wide ones first, so that they are aligned; then matrices, then vectors: with no bias between them, the
+    # projections of one layer lie side by side, and an engine can read them as one.
+    places = dict(sorted(places.items(), key=lambda item: (item[0] not in dtypes, len(item[1].shape) < 2)))
     dtypes |= {name: dtype for name in places if name not in dtypes}
     head, entries, total = _lay_out(file_name, places, dtypes)
     digest = hashlib.sha256()

@@ -79,6 +79,15 @@ def test_an_engine_made_by_other_versions_is_made_again(bundle: Path) -> None:
     assert lower_bundle(bundle) == first
 
 
+@pytest.mark.parametrize("revision", [None, "1"])
+def test_an_engine_of_older_passes_is_made_again(bundle: Path, revision: str | None) -> None:
+    first = lower_bundle(bundle)
+    versions = {name: text for name, text in first.versions.items() if name != "lowering"}
+    versions |= {} if revision is None else {"lowering": revision}
+    dataclasses.replace(first, versions=versions).write(bundle / "engines" / "ort-cpu")
+    assert lower_bundle(bundle) == first
+
+
 def test_a_full_disk_leaves_the_old_engine(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = lower_bundle(bundle)
     older = dataclasses.replace(first, versions={})

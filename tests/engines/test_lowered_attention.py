@@ -27,6 +27,8 @@ TARGETS = {
     "no-groups": Sizes(kv_heads=4, head_dim=8, value_dim=8),
     "odd-head-size": Sizes(head_dim=6, value_dim=6, layers=(FULL, WINDOW)),
     "narrow-values": Sizes(value_dim=8),
+    "two-scaled-tables": Sizes(rope_thetas=(10000.0, 50.0), rope_factor=1.25, layers=(FULL, WINDOW, FULL)),
+    "table-of-another-width": Sizes(head_dim=24, value_dim=24, rope_thetas=(10000.0, 50.0)),
 }
 DRAFTERS = {
     "bidirectional": Sizes(layers=(BOTH_WAYS, BOTH_WAYS), head_norms=True),
@@ -111,8 +113,8 @@ def test_other_layers_read_only_valid_rows() -> None:
 
 def test_norms_rotations_and_linears_are_one_node_each() -> None:
     counts = operators(lower_model(target_model(TARGETS["qk-norm-bias"]), "target"))
-    assert counts["RMSNormalization"] == 2 * 4 + 1
-    assert counts["RotaryEmbedding"] == 2 * 2
+    assert (counts["RMSNormalization"], counts["SkipSimplifiedLayerNormalization"]) == (2 * 2 + 2, 3)
+    assert counts["RotaryEmbedding"] == 0
     assert counts["FusedMatMul"] == 2 * 7 + 1
     assert counts["MatMul"] == counts["Pow"] == counts["Neg"] == 0
 

@@ -33,6 +33,10 @@ class Sizes:
     softcap: float = 0.0
     head_norms: bool = False
     bias: bool = False
+    rope_thetas: tuple[float, ...] = (10000.0,)
+    """One rotary table each; layers take them in turn."""
+    rope_factor: float = 1.0
+    """What the rotary tables are multiplied by."""
     precision: str = "fp32"
     seed: int = 0
 
@@ -44,6 +48,7 @@ class GraphMaker:
         self.sizes, self.dtype = sizes, DTYPES[sizes.precision]
         self.random = np.random.default_rng(sizes.seed)
         self.graph = ir.Graph([], [], nodes=[], name="tiny", opset_imports={"": 24})
+        self.length: ir.Value | None = None
 
     def op(self, kind: str, inputs: Sequence[ir.Value | None], shape: Sequence[int | str] | None,
            dtype: ir.DataType | None = None, metadata: dict[str, str] | None = None, **attributes: Any) -> ir.Value:
@@ -102,15 +107,22 @@ class GraphMaker:
         steps = self.op("Range", [self.constant(0), count, self.constant(1)], ["S"])
         ids = self.op("Unsqueeze", [self.op("Add", [self.position, steps], ["S"]), self.constant([0])], [1, "S"])
         self.position_ids = ids
-        half = self.sizes.head_dim // 2
-        frequency = self.constant(1.0 / 10000 ** (np.arange(half) / half), np.float32)
         column = self.cast(self.op("Unsqueeze", [ids, self.constant([2])], [1, "S", 1]), ir.DataType.FLOAT)
+        self.tables = [self.rotary_tables(column, theta) for theta in self.sizes.rope_thetas]
+
+    def rotary_tables(self, column: ir.Value, theta: float) -> list[ir.Value]:
+        half = self.sizes.head_dim // 2
+        frequency = self.constant(1.0 / theta ** (np.arange(half) / half), np.float32)
         angle = self.op("Mul", [column, frequency], [1, "S", half])
         angle = self.op("Concat", [angle, angle], [1, "S", 2 * half], axis=-1)
-        tables = [self.cast(self.op(kind, [angle], [1, "S", 2 * half]), self.dtype) for kind in ("Cos", "Sin")]
-        self.tables = [self.op("Unsqueeze", [t, self.constant([1])], [1, 1, "S", 2 * half]) for t in tables]
+        tables = [self.op(kind, [angle], [1, "S", 2 * half]) for kind in ("Cos", "Sin")]
+        if self.sizes.rope_factor != 1.0:
+            factor = self.constant(self.sizes.rope_factor, np.float32)
+            tables = [self.op("Mul", [t, factor], [1, "S", 2 * half]) for t in tables]
+        tables = [self.cast(t, self.dtype) for t in tables]
+        return [self.op("Unsqueeze", [t, self.constant([1])], [1, 1, "S", 2 * half]) for t in tables]
 
-    def rotate(self, x: ir.Value) -> ir.Value:
+    def rotate(self, x: ir.Value, layer: int) -> ir.Value:
         _, heads, _, size = shape = list(x.shape)
         ends, axis, step = (0, size // 2, np.iinfo(np.int64).max), self.constant([3]), self.constant([1])
         cut = [1, heads, "S", size // 2]
@@ -119,7 +131,8 @@ class GraphMaker:
             for i in range(2)
         )
         turned = self.op("Concat", [self.op("Neg", [high], cut), low], shape, axis=-1)
-        products = [self.op("Mul", [v, t], shape) for v, t in zip((x, turned), self.tables, strict=True)]
+        tables = self.tables[layer % len(self.tables)]
+        products = [self.op("Mul", [v, t], shape) for v, t in zip((x, turned), tables, strict=True)]
         return self.op("Add", products, shape)
 
     def heads(self, x: ir.Value, count: int, size: int, norm: str | None = None) -> ir.Value:
@@ -140,7 +153,7 @@ class GraphMaker:
         s, name = self.sizes, f"layers.{layer}"
         key = self.linear(x, f"{name}.k", s.hidden, s.kv_heads * s.head_dim, s.bias)
         value = self.linear(x, f"{name}.v", s.hidden, s.kv_heads * s.value_dim, s.bias)
-        key = self.rotate(self.heads(key, s.kv_heads, s.head_dim, f"{name}.k_norm"))
+        key = self.rotate(self.heads(key, s.kv_heads, s.head_dim, f"{name}.k_norm"), layer)
         value = self.heads(value, s.kv_heads, s.value_dim)
         return [self.scatter(layer, "key", key, s.head_dim), self.scatter(layer, "value", value, s.value_dim)]
 
@@ -163,14 +176,15 @@ class GraphMaker:
         query = self.heads(self.linear(x, f"{name}.q", s.hidden, s.heads * s.head_dim, s.bias), s.heads, s.head_dim,
                            f"{name}.q_norm")
         key, value = self.keys_and_values(x, layer)
-        length = self.op("Add", [self.position, self.rows], [1])
+        if self.length is None:
+            self.length = self.op("Add", [self.position, self.rows], [1])
         mask = self.mask(how, key)
         attributes: dict[str, Any] = {"scale": s.head_dim**-0.5, "softcap": s.softcap}
         if how.causal and mask is None:
             attributes["is_causal"] = 1
         metadata = {"dflash.layer": str(layer), "dflash.causal": str(int(how.causal)),
                     "dflash.window": str(how.window or "")}
-        inputs = [self.rotate(query), key, value, mask, None, None, length]
+        inputs = [self.rotate(query, layer), key, value, mask, None, None, self.length]
         y = self.op("Attention", inputs, [1, s.heads, "S", s.value_dim], metadata=metadata, **attributes)
         y = self.op("Transpose", [y], [1, "S", s.heads, s.value_dim], perm=[0, 2, 1, 3])
         width = s.heads * s.value_dim

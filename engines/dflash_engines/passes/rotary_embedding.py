@@ -6,12 +6,21 @@ import sys
 
 import onnx_ir as ir
 
-from dflash_engines.passes.graph_reading import dims, integer_attribute, integers, made_by, scalar, swaps_heads_and_rows
-from dflash_engines.passes.graph_writing import add_integers, emit, remove_dead_nodes, replace
+from dflash_engines.passes.graph_reading import (
+    HALF_TYPES,
+    dims,
+    integer_attribute,
+    integers,
+    made_by,
+    scalar,
+    swaps_heads_and_rows,
+)
+from dflash_engines.passes.graph_writing import emit, remove_dead_nodes, replace
 from dflash_engines.passes.head_rows import as_heads, as_rows, has_known_heads
 
 _UNBOUNDED = sys.maxsize >> 1
 _ELEMENTWISE = ("Cos", "Sin", "Cast", "Identity")
+_KINDS = HALF_TYPES | {ir.DataType.FLOAT}
 
 
 class FuseRotaryEmbeddingPass(ir.passes.InPlacePass):
@@ -45,7 +54,7 @@ def _rotate(before: ir.Node, x: ir.Value, tables: list[ir.Value]) -> ir.Value:
 
 def _match(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
     """(x, cos, sin) with tables [1, S, D] if `node` adds the two products."""
-    if node.op_type != "Add" or node.outputs[0].dtype != ir.DataType.FLOAT:
+    if node.op_type != "Add" or node.outputs[0].dtype not in _KINDS:
         return None
     for straight, crossed in (tuple(node.inputs), tuple(reversed(node.inputs))):
         by_cos, by_sin = made_by(straight, "Mul"), made_by(crossed, "Mul")
@@ -110,15 +119,18 @@ def _halves_are_equal(value: ir.Value | None) -> bool:
 
 
 def _first_half(table: ir.Value, known: dict[ir.Value, ir.Value]) -> ir.Value:
-    """The first half of the last axis, made once per table right behind it."""
+    """The first half of the last axis, made once per table: the same steps on what its two halves repeat."""
     if table not in known:
         node, shape = table.producer(), dims(table)
         assert node is not None and node.graph is not None and shape is not None and isinstance(shape[2], int)
-        graph, half = node.graph, shape[2] // 2
-        bounds = [add_integers(graph, [number]) for number in (0, half, 2)]
-        cut = ir.node("Slice", [table, *bounds])
-        graph.insert_after(node, cut)
-        cut.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-        cut.outputs[0].shape = ir.Shape([1, shape[1], half])
-        known[table] = cut.outputs[0]
+        if node.op_type == "Concat":
+            assert node.inputs[0] is not None
+            return node.inputs[0]
+        source, *others = node.inputs
+        assert source is not None
+        step = ir.node(node.op_type, [_first_half(source, known), *others], node.attributes)
+        node.graph.insert_after(node, step)
+        step.outputs[0].type = table.type
+        step.outputs[0].shape = ir.Shape([1, shape[1], shape[2] // 2])
+        known[table] = step.outputs[0]
     return known[table]
