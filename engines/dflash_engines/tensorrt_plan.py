@@ -103,7 +103,7 @@ class EnginePlan:
     def profiles(self, kind: str) -> list[EngineProfile]:
         """Shapes, smallest first: of the profiles that cover a call, the first is the one to use."""
         sizes = self.block_sizes if kind == "drafter" else sorted({1, *self.block_sizes, self.chunk})
-        logit_rows = {size: 0 if kind != "target" else 1 if size == self.chunk else size for size in sizes}
+        logit_rows = {n: 0 if kind != "target" else n if n in self.block_sizes else 1 for n in sizes}
         return [EngineProfile(n, logit_rows[n], rows) for n in sizes for rows in self._capacities()]
 
     def _capacities(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,15 +13,10 @@ from dflash_engines.passes.flat_matmul import FlatMatMulPass
 from dflash_engines.passes.weight_inputs import WeightInputsPass
 from dflash_engines.primitive_form import GraphKind, lower_primitive
 from dflash_engines.tensorrt_network import _fix_capacity
-from dflash_runtime.bundle import Bundle, file_facts
-from dflash_runtime.device_engine import (
-    DEVICE_ENGINE_SCHEMA_VERSION,
-    BoundWeight,
-    DeviceEngineRecord,
-    EngineProfile,
-    GraphEngine,
-    device_tag,
-)
+from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan
+from dflash_engines.tensorrt_versions import VERSIONS
+from dflash_runtime.bundle import Bundle
+from dflash_runtime.device_engine import BoundWeight, GraphEngine, device_tag
 
 BACKENDS = {"fused": "tensorrt-rtx", "primitive": "tensorrt"}
 
@@ -28,28 +24,23 @@ BACKENDS = {"fused": "tensorrt-rtx", "primitive": "tensorrt"}
 def write_recorded_engines(
     bundle: Bundle, form: str, block_sizes: Sequence[int], chunk: int, layouts: Sequence[int] = ()
 ) -> Path:
-    """Writes the engines of a bundle; `layouts` are the shorter caches of the primitive form."""
-    manifest = bundle.manifest
-    capacity = manifest.max_context_tokens + max(*manifest.block_sizes, chunk)
-    folder = bundle.path / "engines" / device_tag(BACKENDS[form], "8.9")
+    """Writes the engines of an fp32 bundle as planned for a bf16 one; `layouts` are the shorter caches of the
+    primitive form, which are longer than these contexts otherwise."""
+    backend, half = BACKENDS[form], dataclasses.replace(bundle.manifest, precision="bf16")
+    row = next(row for row in VERSIONS if (row.flavour, row.form) == (backend, form))
+    options = EngineOptions(backend, block_sizes=block_sizes, prefill_chunk_tokens=chunk)
+    plan = EnginePlan(Bundle(bundle.path, half), options, row, "1.7.1", "8.9")
+    if layouts:
+        plan._capacities = lambda: [*layouts, plan.capacity_rows]  # type: ignore[method-assign]
+    folder = bundle.path / "engines" / device_tag(backend, "8.9")
     folder.mkdir(parents=True, exist_ok=True)
-    graphs: dict[GraphKind, str] = {"target": manifest.target.graph.file}
-    if manifest.drafter is not None:
-        graphs["drafter_context"] = manifest.drafter.context_graph.file
-        graphs["drafter"] = manifest.drafter.graph.file
     engines = []
-    for kind, file in graphs.items():
-        model, weights = _network(ir.load(bundle.file(file)), kind, form, capacity)
+    for kind, file in plan.graphs.items():
+        model, weights = _network(ir.load(bundle.file(file)), kind, form, plan.capacity_rows)  # type: ignore[arg-type]
         (folder / f"{kind}.engine").write_bytes(ir.to_proto(model).SerializeToString())
-        sizes = list(block_sizes) if kind == "drafter" else sorted({1, *block_sizes, chunk})
-        logit_rows = {n: 0 if kind != "target" else 1 if n == chunk else n for n in sizes}
-        profiles = [EngineProfile(n, logit_rows[n], rows) for n in sizes for rows in (*layouts, capacity)]
+        profiles = plan.profiles(kind)
         engines.append(GraphEngine(kind, f"{kind}.engine", "key", profiles, weights, [0] * len(profiles), 0))
-    DeviceEngineRecord(
-        DEVICE_ENGINE_SCHEMA_VERSION, BACKENDS[form], "1.7.1", "8.9", form, "fp32", "shared", capacity,
-        list(block_sizes), chunk, {name: manifest.files[name].sha256 for name in graphs.values()}, engines,
-        file_facts(folder, [engine.file for engine in engines]), {},
-    ).write(folder)  # fmt: skip
+    dataclasses.replace(plan.record(engines, folder), execution_precision="fp32").write(folder)
     return folder
 
 

@@ -335,6 +335,14 @@ def test_engines_that_do_not_fit_are_refused(bundle: Bundle, tmp_path: Path) -> 
     assert command in str(error.value)
 
 
+def test_a_chunk_may_be_as_large_as_a_block(bundle: Bundle, tmp_path: Path, expected: Any) -> None:
+    copy = Bundle.open(shutil.copytree(bundle.path, tmp_path / "bundle"))
+    write_recorded_engines(copy, "fused", BUILT, 16)
+    session = Session(copy, open_tensorrt("tensorrt-rtx", copy, RecordingDevice(), 128), None)
+    result = session.generate(prompt_of(33), dataclasses.replace(FREE, block_size=16))
+    assert result.token_ids == expected(prompt_of(33), block_size=16)[0]
+
+
 def test_sizes_that_were_not_built_are_refused(bundle: Bundle, tmp_path: Path) -> None:
     copy = Bundle.open(shutil.copytree(bundle.path, tmp_path / "bundle"))
     write_recorded_engines(copy, "fused", [4], 8)
