@@ -27,6 +27,7 @@ FORBIDDEN = {
 }  # fmt: skip
 # Tools modules that a command opens only once it needs what an extra brings.
 BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} | {
+    "gpu_check_bundles",
     "hollow_bundle",
     "lowered_check",
     "pipeline",

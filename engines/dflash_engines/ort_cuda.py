@@ -50,12 +50,12 @@ _MAKERS = ("dflash-export", "onnx", "onnx-ir")
 
 
 def lower_bundle(
-    bundle_path: str | os.PathLike[str], precision: str | None = None, progress: Progress | None = None
+    bundle: Bundle | str | os.PathLike[str], precision: str | None = None, progress: Progress | None = None
 ) -> EngineRecord:
     """Writes `engines/ort-cuda` for a bundle, unless one made from the same graphs by the same versions is there.
 
     Args:
-        bundle_path: The bundle folder.
+        bundle: The bundle, or its folder.
         precision: fp16 or bf16; None for the bundle's own.
         progress: Called with stage, graphs done, graphs in all.
 
@@ -67,7 +67,7 @@ def lower_bundle(
         EngineError: an fp32 bundle without `precision`, or a graph the provider has no kernels for.
         OutputError: the folder cannot be written.
     """
-    bundle = Bundle.open(bundle_path)
+    bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     wanted = precision or bundle.manifest.precision
     versions = {name: version(name) for name in _MAKERS}
     try:

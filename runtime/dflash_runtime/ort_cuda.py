@@ -103,6 +103,14 @@ class OrtCudaBackend:
             self._position.update_inplace(np.array([position], np.int64))
             self._contexts[self._fitting(rows, self._rows)].run()
 
+    def read_taps(self, rows: int) -> Array:
+        """Taps [1, rows, K*H] of the last target call in float32, for checks."""
+        stored = self._taps.numpy()[:, :rows]
+        if self._dtype == "BF16":
+            stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        taps: Array = stored.astype(np.float32)
+        return taps
+
     def close(self) -> None:
         """Frees sessions and memory."""
         for graphs in (self._targets, self._contexts, self._drafters):

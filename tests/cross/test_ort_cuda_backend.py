@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 from tiny_models import drafter_config
 
-from dflash_engines import ort_cpu
+from dflash_engines import ort_cpu, ort_cuda
 from dflash_engines.engine_writing import write_engine
 from dflash_engines.half_precision import to_fp32
 from dflash_engines.ort_cuda import BACKEND, lower_model
@@ -66,6 +68,20 @@ def test_it_drafts_and_says_what_ort_cpu_does(bundle: Bundle) -> None:
             accepted += sum(len(p) > 0 for p in proposed)
     assert accepted
     ours.close()
+
+
+def test_the_fp16_engine_as_it_is(bundle: Bundle, tmp_path: Path) -> None:
+    copy = Bundle.open(shutil.copytree(bundle.path, tmp_path / "copy"))
+    ort_cuda.lower_bundle(copy, "fp16")
+    ours, wide = OrtCudaBackend(copy, CHUNK, place=HOST), OrtCudaBackend(bundle, CHUNK, place=HOST)
+    for prompt in PROMPTS:
+        assert tokens(ours, prompt, 4)[0] == tokens(ours, prompt, 1)[0]
+    ids = PROMPTS[2]
+    for position, rows in ((0, 16), (16, 4), (17, 1)):
+        for backend in (ours, wide):
+            backend.verify(ids[position : position + rows], position)
+        one, two = ours.read_taps(rows), wide.read_taps(rows)
+        assert 0 < np.abs(one - two).max() / np.abs(two).max() < 1e-2
 
 
 def test_padded_rows_leave_nothing_behind(bundle: Bundle) -> None:

@@ -1,0 +1,215 @@
+"""Stages of a GPU check that are about time: memory bandwidth, Qwen2-7B's shape, PyTorch beside it.
+
+Weights are random, so nothing is accepted: acceptance is scripted. The drafter drafts and the target verifies for
+real, then as many tokens are committed as the script says. Sampling, text and the decode loop's bookkeeping are not in
+these times.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dflash_tools.gpu_check_device import (
+    RandomWeights,
+    large_bundle,
+    require_modules,
+    require_ort_cuda,
+    require_torch_cuda,
+)
+
+PROMPT_TOKENS = 512
+PREFILL_CHUNK_TOKENS = 128
+BLOCK_SIZES = (2, 3, 4, 6, 8, 12, 16)
+ACCEPTED_TOKENS = (1, 2, 4, 8)
+_WARM_UP, _TIMED = 3, 12
+
+
+def bandwidth(data: dict[str, Any]) -> None:
+    """Bytes a second of a copy and of a sum over 8 GB, beside the data sheet's."""
+    torch = require_torch_cuda()
+    from dflash_tools.device_table import DEVICES
+
+    source = torch.empty(1 << 32, dtype=torch.float16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    size = source.numel() * source.element_size()
+
+    def per_s(work: Callable[[], object], moved: int) -> float:
+        return round(moved / _median_s(work, torch.cuda.synchronize) / 1e9, 1)
+
+    data["bytes"] = size
+    data["copy_gb_per_s"] = per_s(lambda: target.copy_(source), 2 * size)
+    data["sum_gb_per_s"] = per_s(lambda: source.sum(dtype=torch.float32), size)
+    name = str(torch.cuda.get_device_name(0))
+    known = [device for device in DEVICES.values() if device.label.lower() in name.lower()]
+    data["device"] = name
+    data["data_sheet_gb_per_s"] = known[0].bandwidth_gb_per_s if known else None
+
+
+def qwen2_7b(data: dict[str, Any]) -> None:
+    """Plain steps, prefill and cycles of every block size, without CUDA graphs."""
+    _time_large(data, cuda_graph=False, block_sizes=BLOCK_SIZES)
+
+
+def qwen2_7b_cuda_graph(data: dict[str, Any]) -> None:
+    """Plain steps and cycles with every session's work recorded as a CUDA graph."""
+    _time_large(data, cuda_graph=True, block_sizes=(4, 8, 16))
+
+
+def _time_large(data: dict[str, Any], *, cuda_graph: bool, block_sizes: tuple[int, ...]) -> None:
+    require_ort_cuda()
+    bundle = large_bundle()
+    from dflash_runtime.ort_cuda import OrtCudaBackend
+    from dflash_runtime.ort_fixed_graph import CUDA, CUDA_GRAPH
+
+    started = time.perf_counter()
+    weights = RandomWeights(bundle)
+    backend = OrtCudaBackend(bundle, PREFILL_CHUNK_TOKENS, place=CUDA_GRAPH if cuda_graph else CUDA, weights=weights)
+    data |= {
+        "open_s": round(time.perf_counter() - started, 2), "weights": weights.made_by,
+        "weight_bytes": weights.bytes_made, "precision": "fp16", "cuda_graph": cuda_graph,
+        "prompt_tokens": PROMPT_TOKENS, "prefill_chunk_tokens": PREFILL_CHUNK_TOKENS, "timed_calls": _TIMED,
+    }  # fmt: skip
+    ids = [(31 * n + 7) % bundle.manifest.target.vocab_size for n in range(PROMPT_TOKENS)]
+    for _ in range(3):  # the second is recorded where CUDA graphs are on
+        started = time.perf_counter()
+        for start in range(0, PROMPT_TOKENS, PREFILL_CHUNK_TOKENS):
+            backend.prefill(ids[start : start + PREFILL_CHUNK_TOKENS], start)
+            backend.append_context(PREFILL_CHUNK_TOKENS, start)
+        data["prefill_ms"] = round((time.perf_counter() - started) * 1000, 2)
+    data["plain_ms"] = _ms(lambda: backend.verify([1], PROMPT_TOKENS))
+
+    def step_with_append() -> None:
+        backend.verify([1], PROMPT_TOKENS)
+        backend.append_context(1, PROMPT_TOKENS)
+
+    data["plain_with_append_ms"] = _ms(step_with_append)
+    data["roofline"] = _roofline()
+    data["cycles"] = cycles = []
+    for block_size in block_sizes:
+        for accepted in (n for n in ACCEPTED_TOKENS if n <= block_size):
+            cycles.append(_cycles(backend, block_size, accepted, data["plain_ms"]))
+    backend.close()
+
+
+def _cycles(backend: Any, block_size: int, accepted: int, plain_ms: float) -> dict[str, Any]:
+    """Rounds that each commit `accepted` tokens, whatever the target says."""
+    times: list[dict[str, float]] = []
+    position = PROMPT_TOKENS
+    for _ in range(_WARM_UP + _TIMED):
+        marks = [time.perf_counter()]
+        proposed = backend.draft(1, block_size, position)
+        marks.append(time.perf_counter())
+        backend.verify([1, *proposed], position)
+        marks.append(time.perf_counter())
+        backend.append_context(block_size, position)
+        marks.append(time.perf_counter())
+        parts = dict(zip(("draft_ms", "verify_ms", "append_ms"), itertools.pairwise(marks), strict=True))
+        times.append({name: (end - start) * 1000 for name, (start, end) in parts.items()})
+        position += accepted
+    medians = {name: round(statistics.median(row[name] for row in times[_WARM_UP:]), 3) for name in times[0]}
+    cycle_ms = statistics.median(sum(row.values()) for row in times[_WARM_UP:])
+    return {
+        "block_size": block_size, "committed_per_cycle": accepted, **medians, "cycle_ms": round(cycle_ms, 3),
+        "tokens_per_s": round(accepted / cycle_ms * 1000, 1), "speed_up": round(accepted * plain_ms / cycle_ms, 3),
+    }  # fmt: skip
+
+
+def _roofline() -> dict[str, Any]:
+    """What `dflash-export plan` predicts for an H200, in milliseconds."""
+    from dflash_tools import plan_formulas as plan
+    from dflash_tools.decoder_families import read_model_shape
+    from dflash_tools.device_table import DEVICES
+    from dflash_tools.drafter_shape import read_drafter_shape
+    from dflash_tools.engine_memory import DRAFTER_7B, QWEN2_7B
+
+    device, storage = DEVICES["h200"], plan.Storage("fp16", "fp16")
+    target = read_model_shape(QWEN2_7B, "Qwen2-7B")
+    drafter = read_drafter_shape(DRAFTER_7B, target, "five layers")
+    told: dict[str, Any] = {"device": device.name}
+    told["plain_ms"] = round(plan.verify_s(device, target, storage, 1, PROMPT_TOKENS) * 1000, 3)
+    for size in (4, 8, 16):
+        parts = (plan.draft_s(device, target, drafter, storage, size, PROMPT_TOKENS),
+                 plan.verify_s(device, target, storage, size, PROMPT_TOKENS),
+                 plan.append_s(device, drafter, storage, size))  # fmt: skip
+        told[f"cycle_{size}_ms"] = round(sum(parts) * 1000, 3)
+    return told
+
+
+def pytorch(data: dict[str, Any]) -> None:
+    """Transformers on the same shape and GPU: plain steps, one pass over 16 rows, the authors' loop if it is here."""
+    torch = require_torch_cuda()
+    require_modules("transformers")
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+    from dflash_tools.engine_memory import QWEN2_7B
+
+    settings = {key: value for key, value in QWEN2_7B.items() if key != "architectures"}
+    torch.manual_seed(0)
+    with torch.device("cuda"), torch.no_grad():
+        config = AutoConfig.for_model(**settings)
+        target = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
+        ids = torch.randint(0, config.vocab_size, (1, PROMPT_TOKENS))
+
+        def passes(rows: int) -> float:
+            cache = DynamicCache(config=config)
+            target(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+            def once() -> None:
+                target(ids[:, :rows], past_key_values=cache, use_cache=True).logits.argmax(-1).cpu()
+                cache.crop(PROMPT_TOKENS)
+
+            return round(_median_s(once, torch.cuda.synchronize) * 1000, 3)
+
+        data |= {"precision": "fp16", "attention": config._attn_implementation, "prompt_tokens": PROMPT_TOKENS}
+        data["plain_ms"], data["rows_16_ms"] = passes(1), passes(16)
+        data["authors"] = _authors(torch, target, ids)
+
+
+def _authors(torch: Any, target: Any, ids: Any) -> dict[str, Any]:
+    """A round of the authors' own loop; random weights accept nothing, so a round commits its bonus token alone."""
+    import importlib.util
+
+    if importlib.util.find_spec("dflash") is None:
+        return {"status": "skipped", "reason": "the authors' package `dflash` is not installed here"}
+    from transformers import AutoConfig
+
+    from dflash_tools.engine_memory import DRAFTER_7B
+
+    try:
+        from dflash.model import DFlashDraftModel, dflash_generate
+
+        settings = {key: value for key, value in DRAFTER_7B.items() if key != "architectures"}
+        drafter = DFlashDraftModel(AutoConfig.for_model(**settings)).to(torch.float16).to("cuda").eval()
+        found: Any = None
+        for _ in range(2):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            found = dflash_generate(drafter, target, ids, 16, None, return_stats=True)
+            torch.cuda.synchronize()
+        rounds = len(found.acceptance_lengths)
+        return {"status": "done", "rounds": rounds, "acceptance_lengths": list(found.acceptance_lengths),
+                "request_ms": round((time.perf_counter() - started) * 1000, 2),
+                "time_per_output_token_ms": round(float(found.time_per_output_token) * 1000, 3)}
+    except Exception as error:  # its interface is not ours to keep
+        return {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:600]}
+
+
+def _ms(work: Callable[[], object]) -> float:
+    return round(_median_s(work, lambda: None) * 1000, 3)
+
+
+def _median_s(work: Callable[[], object], wait: Callable[[], object]) -> float:
+    """Median of timed calls after a few that are not; `wait` returns once the device is done."""
+    times = []
+    for number in range(_WARM_UP + _TIMED):
+        wait()
+        started = time.perf_counter()
+        work()
+        wait()
+        if number >= _WARM_UP:
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
