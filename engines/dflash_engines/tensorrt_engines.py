@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from dflash_engines.builder_memory import available_bytes, check_memory
 from dflash_engines.engine_cache import EngineCache
 from dflash_engines.engine_place import engines_folder, partial_folder, replace_folder
 from dflash_engines.tensorrt_network import Network
@@ -104,6 +105,7 @@ def build_engines(bundle: Bundle, options: EngineOptions, progress: Progress | N
 
 def _build(plan: EnginePlan, network: Network, profiles: list[EngineProfile], key: str, target: Path, tell: Progress
            ) -> tuple[GraphEngine, float]:
+    check_memory(network.kind, plan.builder_peak_bytes(network, profiles), available_bytes())
     built = plan.build(network, profiles, target, lambda done: tell(f"build {network.kind}", done, 1000))
     engine = GraphEngine(
         kind=network.kind,

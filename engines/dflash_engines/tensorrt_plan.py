@@ -14,6 +14,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from dflash_engines.build_process import FinishedBuild, run_build
+from dflash_engines.builder_memory import builder_peak_bytes
 from dflash_engines.engine_cache import EngineCache
 from dflash_engines.tensorrt_build import BuildOrder
 from dflash_engines.tensorrt_network import Network, make_network
@@ -145,6 +146,17 @@ class EnginePlan:
             return run_build(order, self.options.max_build_memory_bytes, tell)
         finally:
             onnx_path.unlink(missing_ok=True)
+
+    def builder_peak_bytes(self, network: Network, profiles: Sequence[EngineProfile]) -> int:
+        """About the most memory the build of a network has resident."""
+        manifest = self.bundle.manifest
+        num_layers = manifest.target.num_layers if network.kind == "target" else 0
+        if manifest.drafter is not None and network.kind != "target":
+            num_layers = manifest.drafter.num_layers
+        embedded = 0
+        if self.options.weights_mode == "embedded":
+            embedded = sum(entry.length_bytes for entry in manifest.weights.values())
+        return builder_peak_bytes(num_layers, len(profiles), embedded)
 
     def _onnx_path(self, network: Network, target: Path) -> Path:
         """Beside the engine; with embedded weights where the bundle's weights are found from it."""

@@ -27,7 +27,7 @@ from dflash_engines.tensorrt_plan import EngineOptions
 from dflash_engines.tensorrt_versions import row_for
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.device_engine import check_device_engine, device_tag, engine_folders, read_device_engine
-from dflash_runtime.errors import EngineError, ParityError
+from dflash_runtime.errors import EngineError, OutputError, ParityError
 from dflash_tools import lowered_check
 from dflash_tools.pipeline import build
 
@@ -237,6 +237,43 @@ def test_an_engine_that_copies_its_weights_is_refused(
     assert not (bundle.path / "engines" / "tensorrt-rtx-sm89").exists()
 
 
+def test_a_build_that_has_no_room_does_not_start(
+    bundle_of: Callable[[Pair], Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt_engines, "available_bytes", lambda: 300 << 20)
+    monkeypatch.setattr(build_process.subprocess, "Popen", forbidden)
+    with pytest.raises(EngineError, match=r"target engine takes about 4\d\d MiB and 300 MiB of memory"):
+        build_engines(bundle_of(BF16), options(use_cache=False))
+
+
+def test_paths_nobody_wants(exported: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embedded weights are found by the parser from the graph's own folder."""
+    root = tmp_path / "模型 dir" / "é x" / "-b"
+    shutil.copytree(exported(BF16), root)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    built = build_engines(Bundle.open(root), options(weights_mode="embedded", use_cache=False))
+    assert read_device_engine(built.folder, "") == built.record
+    assert not list(elsewhere.iterdir()) and not list(root.glob(".*"))
+
+
+def test_a_full_disk_leaves_the_engines_before(
+    bundle_of: Callable[[Pair], Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = bundle_of(BF16)
+    first = build_engines(bundle, options())
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensorrt_engines.DeviceEngineRecord, "write", full)
+    with pytest.raises(OutputError, match=r"cannot be written to .*: No space left on device"):
+        build_engines(bundle, options(precision="fp16"))
+    assert read_device_engine(first.folder, "") == first.record
+    assert not list((bundle.path / "engines").glob(".partial-*"))
+
+
 def test_engines_of_something_else_are_refused_with_both_values(bundle_of: Callable[[Pair], Bundle]) -> None:
     bundle = bundle_of(BF16)
     record = build_engines(bundle, options()).record
@@ -257,7 +294,8 @@ def test_engines_of_something_else_are_refused_with_both_values(bundle_of: Calla
     ("damage", "words"),
     [
         (lambda folder: (folder / "target.engine").unlink(), "target.engine is missing"),
-        (lambda folder: (folder / "target.engine").write_bytes(b"x"), "target.engine is incomplete or altered"),
+        (lambda folder: (folder / "target.engine").write_bytes(b""), "target.engine is incomplete or altered"),
+        (lambda folder: flip_a_byte(folder / "target.engine"), "target.engine was altered"),
         (lambda folder: (folder / "engine.json").write_text("{"), "cannot be read"),
         (lambda folder: edit(folder / "engine.json", schema_version=9), "schema 9, this program reads 1"),
         (lambda folder: (folder / "engine.json").unlink(), "There are no engines in"),
@@ -268,6 +306,12 @@ def test_damaged_engines(damage: Callable[[Path], Any], words: str, bundle_of: C
     damage(built.folder)
     with pytest.raises(EngineError, match=f"{words}.*Run: X"):
         read_device_engine(built.folder, "Run: X")
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 def edit(path: Path, **changes: Any) -> None:

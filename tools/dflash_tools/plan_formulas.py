@@ -24,9 +24,6 @@ ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 ENGINE_BYTES_PER_LAYER_AND_PROFILE = 520_000
 """TensorRT-RTX 1.7.1, 28 layers of Qwen2-7B's shape, weights as inputs: 72.5 MB for five profiles. With a drafter of
 five layers the formula gives 91 MB and `python -m dflash_tools.engine_memory` builds 92 MB."""
-BUILDER_BASE_BYTES = 430_000_000
-BUILDER_BYTES_PER_LAYER_AND_PROFILE = 1_400_000
-"""The same build held 0.62 GB resident, and 0.47 GB with one profile, on a machine without a GPU."""
 ORT_BYTES_PER_TARGET_LAYER = 5_000
 ORT_BYTES_PER_DRAFTER_LAYER = 12_800
 """Graphs for ort-cpu without weights, drafter and context together: 151 kB for SmolLM2's 30 layers, 38 kB for 3."""
@@ -153,8 +150,10 @@ def builder_bytes(target: ModelShape, storage: Storage, block_sizes: Sequence[in
     largest = max(
         tables, *(matrix_bytes(dataclasses.replace(m, count=1), storage.matrices) for m in target.matrices)
     )
+    from dflash_engines.builder_memory import builder_peak_bytes
+
     profiles, _ = num_profiles(block_sizes)
-    return BUILDER_BASE_BYTES + BUILDER_BYTES_PER_LAYER_AND_PROFILE * target.num_layers * profiles + largest + scratch
+    return builder_peak_bytes(target.num_layers, profiles) + largest + scratch
 
 
 def roofline_s(device: Device, moved_bytes: float, operations: float) -> float:

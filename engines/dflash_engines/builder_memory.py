@@ -1,0 +1,52 @@
+"""What a TensorRT builder takes, told before it starts: on a board it shares the memory with everything else.
+
+Measured with TensorRT-RTX 1.7.1 on a machine without a GPU: Qwen2-7B's 28 layers with weights as inputs 0.47 GB for
+one profile and 0.62 GB for five; SmolLM2-135M with 0.27 GB of weights embedded 1.3 GB. On a GPU, kernels are tried on
+device memory too, which on a board comes on top.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dflash_runtime.errors import EngineError
+
+BASE_BYTES = 430_000_000
+BYTES_PER_LAYER_AND_PROFILE = 1_400_000
+COPIES_OF_EMBEDDED_WEIGHTS = 3.3
+
+
+def builder_peak_bytes(num_layers: int, num_profiles: int, embedded_weight_bytes: int = 0) -> int:
+    """About the most memory one build has resident."""
+    weights = int(COPIES_OF_EMBEDDED_WEIGHTS * embedded_weight_bytes)
+    return BASE_BYTES + BYTES_PER_LAYER_AND_PROFILE * num_layers * num_profiles + weights
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Memory and swap that are free to be taken; None where the system does not say."""
+    try:
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines) if rest}
+    if "MemAvailable" not in fields:
+        return None
+    return fields["MemAvailable"] + fields.get("SwapFree", 0)
+
+
+def check_memory(kind: str, needed_bytes: int, free_bytes: int | None) -> None:
+    """Refuses a build that would end in the system killing it.
+
+    Args:
+        kind: Which engine, for the message.
+        needed_bytes: From `builder_peak_bytes`.
+        free_bytes: From `available_bytes`.
+
+    Raises:
+        EngineError: less is free than the build takes.
+    """
+    if free_bytes is not None and free_bytes < needed_bytes:
+        raise EngineError(
+            f"Building the {kind} engine takes about {needed_bytes >> 20} MiB and {free_bytes >> 20} MiB of memory and "
+            "swap are free. Close other programs, add swap, give fewer block sizes, or use --weights shared."
+        )
