@@ -35,6 +35,7 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
 } | {
     "answer_attention",
     "answer_batch",
+    "answer_linear",
     "answer_writing",
     "data_making",
     "drafter_card",

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_runtime.errors import OutputError, PromptError
 from dflash_tools.answer_batch import AnswerBatch, AnswerRules
+from dflash_tools.answer_linear import can_pack, pack_linear_layers
 from dflash_tools.data_making import DataOptions, make_data
 from dflash_tools.prompt_file import read_prompts
 from dflash_tools.training_answers import ANSWERS_FILE
@@ -44,6 +45,8 @@ def test_every_answer_is_that_of_transformers(kind: str, tmp_path: Path) -> None
         )  # fmt: skip
         expected.append(found[0, len(prompt) :].tolist())
     finished: list[int] = []
+    assert can_pack(model)
+    pack_linear_layers(model, 4)
     batch = AnswerBatch(model, 4, 44, AnswerRules(24, STOPS))
     assert batch.answer(prompts, [0] * 11, finished.append) == expected
     assert sorted(finished) == sorted(map(len, expected))

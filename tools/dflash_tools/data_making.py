@@ -14,6 +14,7 @@ from dflash_export.tap_rule import default_target_layer_ids
 from dflash_export.text_files import read_text_facts
 from dflash_runtime.errors import CheckpointError, OutputError, PromptError
 from dflash_tools.answer_batch import AnswerRules
+from dflash_tools.answer_linear import can_pack, pack_linear_layers
 from dflash_tools.answer_writing import Prompt, answering_order, check_lengths, claim_folder, write_answers
 from dflash_tools.prompt_file import Messages, prompts_sha256, read_prompts
 from dflash_tools.sizes import bytes_text
@@ -61,7 +62,7 @@ def make_data(options: DataOptions, progress: Progress, say: Callable[[str], Non
     text = plan.config.get_text_config()
     stops = read_text_facts(plan.checkpoint.folder, options.template_args)[0].stop_token_ids
     written = read_prompts(options.prompt_file, options.field)
-    prompts = answering_order(_encoded(options, plan, written))
+    prompts = answering_order(encoded_prompts(options, plan, written))
     check_lengths(prompts, options.max_new_tokens, getattr(text, "max_position_embeddings", None))
     layer_ids = default_target_layer_ids(int(text.num_hidden_layers))
     row_values = len(layer_ids) * int(text.hidden_size)
@@ -70,6 +71,8 @@ def make_data(options: DataOptions, progress: Progress, say: Callable[[str], Non
     digest = target_digest(plan)
     done = claim_folder(options.out, _facts(options, digest, prompts_sha256(written), len(prompts), stops))
     target = FrozenTarget.load(plan, default_device())
+    if can_pack(target.model):
+        pack_linear_layers(target.model, options.batch_size)
     rules = AnswerRules(options.max_new_tokens, frozenset(stops), options.temperature)
     started = time.monotonic()
     write_answers(
@@ -94,7 +97,13 @@ def make_data(options: DataOptions, progress: Progress, say: Callable[[str], Non
     }  # fmt: skip
 
 
-def _encoded(options: DataOptions, plan: TargetPlan, written: list[str | Messages]) -> list[Prompt]:
+def encoded_prompts(options: DataOptions, plan: TargetPlan, written: list[str | Messages]) -> list[Prompt]:
+    """Prompts as token ids, through the chat template unless told otherwise.
+
+    Raises:
+        CheckpointError: the target has no tokenizer.
+        PromptError: it has no chat template, or the prompt is not what the options say.
+    """
     from transformers import AutoTokenizer
 
     try:

@@ -25,8 +25,8 @@ SEED = 1
 
 
 def make_pair(
-    out: Path, *, sizes: Any, num_texts: int, drafter_steps: int, learning_rate: float, max_anchors: int,
-    block_size: int, num_held_out: int, progress: ProgressLine, argv: list[str],
+    out: Path, *, sizes: Any, num_texts: int, drafter_steps: int, learning_rate: float, batch_size: int,
+    max_anchors: int, block_size: int, num_held_out: int, progress: ProgressLine, argv: list[str],
 ) -> dict[str, Any]:  # fmt: skip
     """Trains target and drafter through the same stages as a user's own pair.
 
@@ -36,6 +36,7 @@ def make_pair(
         num_texts: Stories; the target's own answers to them train the drafter.
         drafter_steps: Steps of the drafter's training.
         learning_rate: Peak of the drafter's; so small a drafter wants more than the recipe's.
+        batch_size: Texts a step of the drafter's training.
         max_anchors: Blocks of a text a step.
         block_size: Anchor included.
         num_held_out: Texts to measure on.
@@ -65,9 +66,9 @@ def make_pair(
         data = DataOptions(str(target), prompts, Path(scratch) / "data", max_new_tokens=96, batch_size=32)
         make_data(data, progress, lambda text: None)
         options = TrainOptions(
-            str(target), data.out, drafter, num_layers=2, block_size=block_size, num_steps=drafter_steps, batch_size=8,
-            max_anchors=max_anchors, peak_learning_rate=learning_rate, num_held_out=num_held_out, seed=SEED,
-            precision="fp32", report_every_steps=250,
+            str(target), data.out, drafter, num_layers=2, block_size=block_size, num_steps=drafter_steps,
+            batch_size=batch_size, max_anchors=max_anchors, peak_learning_rate=learning_rate,
+            num_held_out=num_held_out, seed=SEED, precision="fp32", report_every_steps=250,
         )  # fmt: skip
         result = train(options, Processes(0, 1, default_device()), TrainingProgress())
         write_card(options, result, argv)
@@ -91,7 +92,8 @@ def main(out: Path, texts: int, target_steps: int, drafter_steps: int) -> None:
     with ProgressLine() as progress:
         made = make_pair(
             out, sizes=TinySizes(num_steps=target_steps), num_texts=texts, drafter_steps=drafter_steps,
-            learning_rate=2e-3, max_anchors=24, block_size=8, num_held_out=64, progress=progress, argv=argv,
+            learning_rate=2e-3, batch_size=8, max_anchors=24, block_size=8, num_held_out=64,
+            progress=progress, argv=argv,
         )  # fmt: skip
     click.echo(json.dumps(made))
 
