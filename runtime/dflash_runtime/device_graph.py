@@ -53,7 +53,7 @@ class DeviceGraph:
         built = sorted({p.rows for p in self.facts.profiles if p.logit_rows >= logit_rows})
         raise EngineError(
             f"The {self.facts.kind} engine takes {built} tokens a call over caches of {layout_rows} rows, and {rows} "
-            f"are asked for. {self._remedy}"
+            f"are asked for. Ask for a smaller block, or build for this one. {self._remedy} --block-size {rows}"
         )
 
     def enqueue(self, profile: EngineProfile) -> None:

@@ -59,14 +59,13 @@ class TensorRTBackend:
         layouts = sorted({profile.capacity_rows for profile in profiles})
         if manifest.max_context_tokens + rows > layouts[-1] or any(2 * a > b for a, b in itertools.pairwise(layouts)):
             raise EngineError(
-                f"Caches of {layouts} rows do not hold a context of {manifest.max_context_tokens} and {rows} rows of a "
-                f"call. {remedy}"
+                f"Caches of {layouts} rows, each at least twice the one before, do not hold a context of "
+                f"{manifest.max_context_tokens} and {rows} rows of a call. {remedy}"
             )
-        self._ids = _Ids(device, rows, manifest.drafter.mask_token_id if manifest.drafter is not None else 0)
-        states = {"target": manifest.target.graph.state}
+        states, mask_token_id = {"target": manifest.target.graph.state}, 0
         if manifest.drafter is not None:
-            states["drafter"] = manifest.drafter.graph.state
-        item = _ITEM_BYTES[record.execution_precision]
+            states["drafter"], mask_token_id = manifest.drafter.context_graph.state, manifest.drafter.mask_token_id
+        self._ids, item = _Ids(device, rows, mask_token_id), _ITEM_BYTES[record.execution_precision]
         self._caches = {key: DeviceCaches(device, s, layouts[-1], item, layouts) for key, s in states.items()}
         self._buffers = self._bind(bundle, list(graphs.values()))
         self._graphs: dict[int, Callable[[], None]] | None = {} if capture_cycles and self._fused else None
@@ -100,7 +99,7 @@ class TensorRTBackend:
         self._verified = self._appended = None
         for caches in self._caches.values():
             caches.reset(clear=self._not_finite)
-        if self._not_finite and "taps" in self._buffers["target"]:
+        if self._not_finite:
             self._device.clear(self._buffers["target"]["taps"])
         self._not_finite = False
 

@@ -348,8 +348,8 @@ def test_sizes_that_were_not_built_are_refused(bundle: Bundle, tmp_path: Path) -
     write_recorded_engines(copy, "fused", [4], 8)
     backend = open_tensorrt("tensorrt-rtx", copy, RecordingDevice(), 128)
     assert backend.prefill_chunk_tokens == 8
-    with pytest.raises(EngineError, match=r"drafter engine takes \[4\].* 16 .*dflash-export engines"):
+    with pytest.raises(EngineError, match=r"drafter engine takes \[4\].* 16 .*dflash-export engines.*--block-size 16$"):
         Session(copy, backend, None).generate(prompt_of(6), dataclasses.replace(FREE, block_size=16))
     longer = Bundle(copy.path, dataclasses.replace(copy.manifest, max_context_tokens=CONTEXT + 64))
-    with pytest.raises(EngineError, match=f"do not hold a context of {CONTEXT + 64}"):
+    with pytest.raises(EngineError, match=f"do not hold a context of {CONTEXT + 64} "):
         open_tensorrt("tensorrt-rtx", longer, RecordingDevice(), 128)
