@@ -55,6 +55,8 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
 }
 HEAVY = ["torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "huggingface_hub", "safetensors"]
 
+TRAIN = ["train-drafter", "--target", "x", "--data", "x", "--out", "x"]
+
 BLOCK = """
 import sys
 class Block:
@@ -116,7 +118,7 @@ def test_every_engines_module_imports_where_torch_is_absent() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", ["", "build", "add-drafter", "engines", "run", "inspect"])
+@pytest.mark.parametrize("command", ["", "build", "add-drafter", "engines", "run", "inspect", "make-data", "train-drafter"])
 def test_help_works_with_the_base_install(command: str) -> None:
     arguments = [*([command] if command else []), "--help"]
     code = f"from dflash_tools.cli import main\nmain({arguments!r}, prog_name='dflash-export')\n"
@@ -127,7 +129,7 @@ def test_help_works_with_the_base_install(command: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "extra"),
-    [(["build", "--target", "x"], "export"), (["add-drafter", "x", "y"], "export")],
+    [(["build", "--target", "x"], "export"), (["add-drafter", "x", "y"], "export"), (TRAIN, "export")],
 )
 def test_a_missing_package_is_named_with_its_extra(arguments: list[str], extra: str) -> None:
     done = run_without(HEAVY, f"from dflash_tools.cli import main\nmain({arguments!r})\n")

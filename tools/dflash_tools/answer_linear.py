@@ -36,7 +36,8 @@ class PackedLinear(nn.Module):
 def can_pack(model: nn.Module) -> bool:
     """Whether a model's matrices can be laid out anew: on a CPU, by a torch with oneDNN."""
     parameter = next(model.parameters())
-    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    built = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    there = built and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return parameter.device.type == "cpu" and parameter.dtype in PACKED_DTYPES and there
 
 

@@ -16,6 +16,8 @@ SUBCOMMANDS = {
     "run": "dflash_tools.run_command",
     "inspect": "dflash_tools.inspect_command",
     "doctor": "dflash_tools.doctor_command",
+    "make-data": "dflash_tools.make_data_command",
+    "train-drafter": "dflash_tools.train_command",
 }
 
 

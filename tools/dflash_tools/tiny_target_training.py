@@ -101,7 +101,7 @@ def train_tiny_target(
         optimizer.param_groups[0]["lr"] = learning_rate(step, sizes.num_steps, sizes.peak_learning_rate, 0.04)
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     progress("train target", sizes.num_steps, sizes.num_steps)
