@@ -118,7 +118,9 @@ def test_every_engines_module_imports_where_torch_is_absent() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", ["", "build", "add-drafter", "engines", "run", "inspect", "make-data", "train-drafter"])
+@pytest.mark.parametrize(
+    "command", ["", "build", "add-drafter", "engines", "run", "inspect", "make-data", "train-drafter"]
+)
 def test_help_works_with_the_base_install(command: str) -> None:
     arguments = [*([command] if command else []), "--help"]
     code = f"from dflash_tools.cli import main\nmain({arguments!r}, prog_name='dflash-export')\n"
