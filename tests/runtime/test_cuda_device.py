@@ -148,6 +148,10 @@ def test_the_real_cuda_python_has_these_functions() -> None:
     names = set(re.findall(r'_call\("(\w+)"', text)) | set(re.findall(r"cuda\.(cuda\w+)", text))
     assert len(names) > 20
     assert [name for name in names if not hasattr(real, name)] == []
+    members = set(re.findall(r"cuda\.(cuda\w+)\.(cuda\w+)", text))
+    assert {("cudaMemcpyKind", "cudaMemcpyHostToDevice"), ("cudaError_t", "cudaSuccess")} <= members
+    assert [member for owner, member in members if not hasattr(getattr(real, owner), member)] == []
+    assert all(hasattr(real.cudaDeviceAttr, name) for name in vars(FakeCuda.cudaDeviceAttr))
     status, count = real.cudaGetDeviceCount()
     assert status == real.cudaError_t.cudaSuccess or not count
 
