@@ -35,9 +35,9 @@ Progress = Callable[[str, int, int], None]
 CUDA_OPERATORS = frozenset({
     "Add", "And", "ArgMax", "Attention", "Cast", "Concat", "Constant", "Cos", "Div", "Equal", "Expand", "Gather",
     "GatherND", "Gelu", "Greater", "GreaterOrEqual", "Identity", "IsNaN", "Less", "LessOrEqual", "MatMul", "Max", "Min",
-    "Mul", "Neg", "Not", "Or", "Pow", "RMSNormalization", "Range", "Reciprocal", "ReduceMean", "ReduceSum", "Reshape",
-    "RotaryEmbedding", "ScatterND", "Shape", "Sigmoid", "Sin", "Slice", "Softmax", "Split", "Sqrt", "Squeeze", "Sub",
-    "Tanh", "Transpose", "Unsqueeze", "Where",
+    "Mul", "Neg", "Not", "Or", "Pow", "RMSNormalization", "Range", "Reciprocal", "ReduceMax", "ReduceMean",
+    "ReduceSum", "Reshape", "RotaryEmbedding", "ScatterND", "Shape", "Sigmoid", "Sin", "Slice", "Softmax", "Split",
+    "Sqrt", "Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze", "Where",
 })  # fmt: skip
 """Operators with kernels in the CUDA provider for the types the graphs use (ONNX Runtime's docs/OperatorKernels.md)."""
 CUDA_CONTRIB_OPERATORS = frozenset({"FusedMatMul", "GroupQueryAttention"})

@@ -146,6 +146,20 @@ def test_with_fixed_sizes_nothing_is_computed_from_shapes(kind: str, tmp_path: P
     assert not {"Shape", "Range", "Size"} & set(operators(ir.load(tmp_path / "folded.onnx")))
 
 
+@pytest.mark.parametrize("kind", ["target", "drafter"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_types_agree_in_every_node(kind: str, precision: str) -> None:
+    model = target_model(half(TARGETS["windows"])) if kind == "target" else drafter_model(half(DRAFTERS["windows"]))
+    data = ir.to_proto(lower_model(model, kind, precision)).SerializeToString()  # type: ignore[arg-type]
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        # Types are checked before kernels are looked for, and a CPU has none for bf16.
+        assert precision == "bf16" and "NOT_IMPLEMENTED" in str(error), error
+
+
 def test_fp32_is_refused_with_the_way_out() -> None:
     with pytest.raises(EngineError, match="--precision bf16 or fp16"):
         lower_model(target_model(), "target", "fp16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -14,7 +15,15 @@ import pytest
 
 from dflash_runtime.errors import OutputError, ParityError
 from dflash_tools import gpu_check, gpu_check_small, gpu_check_speed
-from dflash_tools.gpu_check_pieces import PIECE_BYTES, join_packages, pieces, split_packages
+from dflash_tools.gpu_check_pieces import (
+    JOIN_LIMIT_S,
+    PIECE_BYTES,
+    TINY_DRAFTER,
+    TINY_TARGET,
+    join_packages,
+    pieces,
+    split_packages,
+)
 from dflash_tools.gpu_check_stage import DONE, FAILED, SKIPPED, Outcome, Skipped, Stage, answer_for, run_stages, table
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +111,21 @@ def test_every_stage_is_a_function_with_a_budget_within_the_limit() -> None:
     modules = {"gpu_check_small": gpu_check_small, "gpu_check_speed": gpu_check_speed}
     for module, function, budget_s in gpu_check.STAGES.values():
         assert callable(getattr(modules[module], function))
-        assert 0 < budget_s < gpu_check.LIMIT_S < 480
+        assert 0 < budget_s < gpu_check.LIMIT_S
+    assert gpu_check.LIMIT_S + JOIN_LIMIT_S <= 8 * 60
+
+
+def test_a_checkout_that_is_not_installed_states_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = importlib.metadata.version("dflash-export")
+    assert gpu_check.state_version(tmp_path) is None
+
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", unknown)
+    folder = gpu_check.state_version(tmp_path)
+    (found,) = importlib.metadata.distributions(path=[str(folder)])
+    assert (found.metadata["Name"], found.metadata["Version"]) == ("dflash-export", stated)
 
 
 class Says:
@@ -139,6 +162,52 @@ def test_words_that_differ_fail_the_stage(bundle: Path) -> None:
     assert data["different"] == [] and data["accepted_drafts"]
     with pytest.raises(ParityError, match="other words with DFlash than plain"):
         gpu_check_small.compare_words({}, Says(wrong=True), opened, bundle / "none")  # type: ignore[arg-type]
+
+
+class Notes(Says):
+    """Keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(wrong=False)
+        self.drafted: list[tuple[int, int]] = []
+        self.verified: list[tuple[int, int]] = []
+
+    def draft(self, anchor: int, block_size: int, position: int) -> list[int]:
+        self.drafted.append((block_size, position))
+        return super().draft(anchor, block_size, position)
+
+    def verify(self, block: Sequence[int], position: int) -> list[int]:
+        self.verified.append((len(block), position))
+        return super().verify(block, position)
+
+
+def test_cycles_draft_and_verify_and_commit_what_the_script_says() -> None:
+    backend, data = Notes(), dict[str, object]()
+    gpu_check_speed.time_pair(data, backend, 61, (4, 8), prompt_tokens=100)  # type: ignore[arg-type]
+    cycles: list[dict[str, float]] = data["cycles"]  # type: ignore[assignment]
+    scripts = [(cycle["block_size"], cycle["committed_per_cycle"]) for cycle in cycles]
+    assert scripts == [(4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4), (8, 8)]
+    rounds = len(backend.drafted) // len(scripts)
+    expected = [(size, 100 + n * accepted) for size, accepted in scripts for n in range(rounds)]
+    assert backend.drafted == expected
+    assert backend.verified[-len(expected) :] == expected
+
+
+def test_the_plan_has_times_for_the_shape_that_is_measured() -> None:
+    told = gpu_check_speed.roofline()
+    assert 0 < told["plain_ms"] < told["cycle_4_ms"] <= told["cycle_16_ms"]
+
+
+def test_the_pytorch_stage_measures_passes() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    data: dict[str, object] = {}
+    target = {**TINY_TARGET, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
+    drafter = {**TINY_DRAFTER, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
+    gpu_check_speed.time_pytorch(data, torch, "cpu", target, drafter, prompt_tokens=8)
+    assert float(str(data["plain_ms"])) > 0 and float(str(data["rows_16_ms"])) > 0
+    assert dict(data["authors"])["status"] in ("done", "skipped")  # type: ignore[call-overload]
 
 
 def wheel(folder: Path) -> Path:

@@ -2,7 +2,8 @@
 
     python -m dflash_tools.gpu_check_pieces
 
-makes `build/gpu_check/`. `tools/gpu_check` finds it there, joins the packages and uses what it finds.
+makes `build/gpu_check/`. Its pieces may travel one by one, in any order, to the same place in a checkout there;
+`tools/gpu_check` joins the packages once all of them have arrived, and without them does what it still can.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dflash_tools.error_lines import DFlashCommand, needs_extra
 
 FOLDER = Path("build") / "gpu_check"
 PIECE_BYTES = 52 * 1024 * 1024
+JOIN_LIMIT_S = 90.0
 TINY, LARGE, REFERENCE, LIST = "tiny", "qwen2-7b", "reference.json", "packages.json"
 PACKAGES, SITE, MODULES = "packages", "site", "modules"
 BLOCK_SIZES = [1, 2, 3, 4, 6, 8, 12, 16]
@@ -146,7 +148,7 @@ def join_packages(folder: Path) -> tuple[Path | None, str]:
     wheels = [_join(folder, entry) for entry in listed]
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile",
                "--no-cache-dir", "--target", str(site), *map(str, wheels)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=JOIN_LIMIT_S)
     for wheel in wheels:
         wheel.unlink()
     if done.returncode:

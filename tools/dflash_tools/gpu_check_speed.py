@@ -7,12 +7,14 @@ these times.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dflash_runtime.backend import Backend
 from dflash_tools.gpu_check_device import (
     RandomWeights,
     large_bundle,
@@ -73,32 +75,40 @@ def _time_large(data: dict[str, Any], *, cuda_graph: bool, block_sizes: tuple[in
         "weight_bytes": weights.bytes_made, "precision": "fp16", "cuda_graph": cuda_graph,
         "prompt_tokens": PROMPT_TOKENS, "prefill_chunk_tokens": PREFILL_CHUNK_TOKENS, "timed_calls": _TIMED,
     }  # fmt: skip
-    ids = [(31 * n + 7) % bundle.manifest.target.vocab_size for n in range(PROMPT_TOKENS)]
-    for _ in range(3):  # the second is recorded where CUDA graphs are on
-        started = time.perf_counter()
-        for start in range(0, PROMPT_TOKENS, PREFILL_CHUNK_TOKENS):
-            backend.prefill(ids[start : start + PREFILL_CHUNK_TOKENS], start)
-            backend.append_context(PREFILL_CHUNK_TOKENS, start)
-        data["prefill_ms"] = round((time.perf_counter() - started) * 1000, 2)
-    data["plain_ms"] = _ms(lambda: backend.verify([1], PROMPT_TOKENS))
-
-    def step_with_append() -> None:
-        backend.verify([1], PROMPT_TOKENS)
-        backend.append_context(1, PROMPT_TOKENS)
-
-    data["plain_with_append_ms"] = _ms(step_with_append)
-    data["roofline"] = _roofline()
-    data["cycles"] = cycles = []
-    for block_size in block_sizes:
-        for accepted in (n for n in ACCEPTED_TOKENS if n <= block_size):
-            cycles.append(_cycles(backend, block_size, accepted, data["plain_ms"]))
+    data["roofline"] = roofline()
+    time_pair(data, backend, bundle.manifest.target.vocab_size, block_sizes)
     backend.close()
 
 
-def _cycles(backend: Any, block_size: int, accepted: int, plain_ms: float) -> dict[str, Any]:
+def time_pair(data: dict[str, Any], backend: Backend, vocab_size: int, block_sizes: Sequence[int],
+              prompt_tokens: int = PROMPT_TOKENS) -> None:
+    """Prefill, plain steps behind the prompt, then cycles for every block size and scripted acceptance."""
+    ids, chunk = [(31 * n + 7) % vocab_size for n in range(prompt_tokens)], backend.prefill_chunk_tokens
+    for _ in range(3):  # the first ones prepare, or are recorded where CUDA graphs are on
+        started = time.perf_counter()
+        for start in range(0, prompt_tokens, chunk):
+            rows = len(ids[start : start + chunk])
+            backend.prefill(ids[start : start + chunk], start)
+            backend.append_context(rows, start)
+        data["prefill_ms"] = round((time.perf_counter() - started) * 1000, 2)
+
+    def step_with_append() -> None:
+        backend.verify([1], prompt_tokens)
+        backend.append_context(1, prompt_tokens)
+
+    data["plain_ms"] = _ms(lambda: backend.verify([1], prompt_tokens))
+    data["plain_with_append_ms"] = _ms(step_with_append)
+    data["cycles"] = [
+        _cycles(backend, block_size, accepted, data["plain_ms"], prompt_tokens)
+        for block_size in block_sizes
+        for accepted in ACCEPTED_TOKENS
+        if accepted <= block_size
+    ]
+
+
+def _cycles(backend: Backend, block_size: int, accepted: int, plain_ms: float, position: int) -> dict[str, Any]:
     """Rounds that each commit `accepted` tokens, whatever the target says."""
     times: list[dict[str, float]] = []
-    position = PROMPT_TOKENS
     for _ in range(_WARM_UP + _TIMED):
         marks = [time.perf_counter()]
         proposed = backend.draft(1, block_size, position)
@@ -118,7 +128,7 @@ def _cycles(backend: Any, block_size: int, accepted: int, plain_ms: float) -> di
     }  # fmt: skip
 
 
-def _roofline() -> dict[str, Any]:
+def roofline() -> dict[str, Any]:
     """What `dflash-export plan` predicts for an H200, in milliseconds."""
     from dflash_tools import plan_formulas as plan
     from dflash_tools.decoder_families import read_model_shape
@@ -143,16 +153,22 @@ def pytorch(data: dict[str, Any]) -> None:
     """Transformers on the same shape and GPU: plain steps, one pass over 16 rows, the authors' loop if it is here."""
     torch = require_torch_cuda()
     require_modules("transformers")
+    from dflash_tools.engine_memory import DRAFTER_7B, QWEN2_7B
+
+    time_pytorch(data, torch, "cuda", QWEN2_7B, DRAFTER_7B, PROMPT_TOKENS)
+
+
+def time_pytorch(data: dict[str, Any], torch: Any, device: str, target_settings: Mapping[str, Any],
+                 drafter_settings: Mapping[str, Any], prompt_tokens: int) -> None:
+    """Passes of Transformers' model behind a prompt, with the argmax brought to the host as a loop would."""
     from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-    from dflash_tools.engine_memory import QWEN2_7B
-
-    settings = {key: value for key, value in QWEN2_7B.items() if key != "architectures"}
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     torch.manual_seed(0)
-    with torch.device("cuda"), torch.no_grad():
-        config = AutoConfig.for_model(**settings)
+    with torch.device(device), torch.no_grad():
+        config = AutoConfig.for_model(**{k: v for k, v in target_settings.items() if k != "architectures"})
         target = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
-        ids = torch.randint(0, config.vocab_size, (1, PROMPT_TOKENS))
+        ids = torch.randint(0, config.vocab_size, (1, prompt_tokens))
 
         def passes(rows: int) -> float:
             cache = DynamicCache(config=config)
@@ -160,40 +176,35 @@ def pytorch(data: dict[str, Any]) -> None:
 
             def once() -> None:
                 target(ids[:, :rows], past_key_values=cache, use_cache=True).logits.argmax(-1).cpu()
-                cache.crop(PROMPT_TOKENS)
+                cache.crop(-rows)
 
-            return round(_median_s(once, torch.cuda.synchronize) * 1000, 3)
+            return round(_median_s(once, wait) * 1000, 3)
 
-        data |= {"precision": "fp16", "attention": config._attn_implementation, "prompt_tokens": PROMPT_TOKENS}
+        data |= {"precision": "fp16", "attention": config._attn_implementation, "prompt_tokens": prompt_tokens}
         data["plain_ms"], data["rows_16_ms"] = passes(1), passes(16)
-        data["authors"] = _authors(torch, target, ids)
+        data["authors"] = _authors(torch, device, target, drafter_settings, ids)
 
 
-def _authors(torch: Any, target: Any, ids: Any) -> dict[str, Any]:
-    """A round of the authors' own loop; random weights accept nothing, so a round commits its bonus token alone."""
-    import importlib.util
-
+def _authors(torch: Any, device: str, target: Any, settings: Mapping[str, Any], ids: Any) -> dict[str, Any]:
+    """A request of the authors' own loop; random weights accept nothing, so a round commits its bonus token alone."""
     if importlib.util.find_spec("dflash") is None:
         return {"status": "skipped", "reason": "the authors' package `dflash` is not installed here"}
     from transformers import AutoConfig
 
-    from dflash_tools.engine_memory import DRAFTER_7B
-
     try:
-        from dflash.model import DFlashDraftModel, dflash_generate
+        import dflash.model
 
-        settings = {key: value for key, value in DRAFTER_7B.items() if key != "architectures"}
-        drafter = DFlashDraftModel(AutoConfig.for_model(**settings)).to(torch.float16).to("cuda").eval()
+        if device != "cuda":
+            dflash.model._cuda_time = time.perf_counter
+        config = AutoConfig.for_model(**{k: v for k, v in settings.items() if k != "architectures"})
+        drafter = dflash.model.DFlashDraftModel(config).to(torch.float16).to(device).eval()
         found: Any = None
-        for _ in range(2):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            found = dflash_generate(drafter, target, ids, 16, None, return_stats=True)
-            torch.cuda.synchronize()
-        rounds = len(found.acceptance_lengths)
-        return {"status": "done", "rounds": rounds, "acceptance_lengths": list(found.acceptance_lengths),
-                "request_ms": round((time.perf_counter() - started) * 1000, 2),
-                "time_per_output_token_ms": round(float(found.time_per_output_token) * 1000, 3)}
+        for _ in range(2):  # the first request prepares
+            found = dflash.model.dflash_generate(drafter, target, ids, 16, None, return_stats=True)
+        lengths = [int(length) for length in found.acceptance_lengths]
+        per_token_ms = float(found.time_per_output_token) * 1000
+        return {"status": "done", "acceptance_lengths": lengths, "time_per_output_token_ms": round(per_token_ms, 3),
+                "round_ms": round(per_token_ms * sum(lengths) / len(lengths), 3)}
     except Exception as error:  # its interface is not ours to keep
         return {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:600]}
 

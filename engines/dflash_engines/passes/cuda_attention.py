@@ -92,7 +92,8 @@ def _kernel_lengths(attention: CachedAttention) -> tuple[ir.Value, ir.Value]:
     last = emit(node, "Sub", [rows, one], shape=(1,))
     size = emit(node, "Shape", [cache], {"start": 2, "end": 3}, dtype=ir.DataType.INT64, shape=(1,))
     capacity = emit(node, "Cast", [size], narrow, dtype=ir.DataType.INT32, shape=(1,))
-    return last, emit(node, "Squeeze", [capacity], shape=())
+    # Not Squeeze: ONNX Runtime 1.31 follows a shape through it and then finds INT64 where the kernel wants INT32.
+    return last, emit(node, "ReduceMax", [capacity], {"keepdims": 0}, shape=())
 
 
 def _fuse(attention: CachedAttention, last: ir.Value, capacity: ir.Value) -> None:
