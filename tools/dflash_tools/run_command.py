@@ -89,7 +89,7 @@ def _tell_settings(session: Session, backend: str, config: GenerationConfig, *, 
     if not sys.stderr.isatty():
         return
     manifest = session.bundle.manifest
-    if open_engine(session.bundle, backend).upcast:
+    if backend == "ort-cpu" and open_engine(session.bundle, backend).upcast:
         _tell(f"The bundle's {manifest.precision} weights run as fp32: ONNX Runtime's CPU has no half MatMul.")
     arguments = {**manifest.text.template_args, **(config.template_args or {})}
     if uses_template and manifest.text.has_chat_template and arguments:
