@@ -116,9 +116,9 @@ def lower_model(model: ir.Model, kind: GraphKind, precision: str) -> ir.Model:
         ExplicitMaskPass(),
         ScatterRowsPass(),
         RowGatherPass(),
+        WeightInputsPass(),
         FuseTransposedMatMulPass(),
         ConstantReshapePass(),
-        WeightInputsPass(),
     ):
         lower(lowered)
     lowered.graph.opset_imports[""] = _OPSET

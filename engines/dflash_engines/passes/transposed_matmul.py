@@ -15,7 +15,7 @@ _KINDS = HALF_TYPES | {ir.DataType.FLOAT}
 
 
 class FuseTransposedMatMulPass(ir.passes.InPlacePass):
-    """MatMul(x, Transpose(weight)) -> com.microsoft FusedMatMul(x, weight, transB=1)."""
+    """MatMul(x, Transpose(weight)) -> com.microsoft FusedMatMul(x, weight, transB=1); a weight may be an input."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """See the class."""
@@ -50,6 +50,7 @@ def _weight_behind_transpose(node: ir.Node) -> ir.Value | None:
         return None
     transpose = made_by(node.inputs[1], "Transpose")
     weight = None if transpose is None else transpose.inputs[0]
-    if weight is None or not weight.is_initializer() or weight.dtype not in _KINDS:
+    stored = weight is not None and (weight.is_initializer() or weight.is_graph_input())
+    if weight is None or not stored or weight.dtype not in _KINDS:
         return None
     return weight if len(dims(weight) or ()) == 2 else None
