@@ -16,6 +16,8 @@ from dflash_runtime.weights import MappedWeights
 
 _KINDS = ("kv", "windowed_kv")
 _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+# Older ones do not know attention that looks both ways in GroupQueryAttention, which a drafter's layers are.
+_OLDEST_WITH_DRAFTER = (1, 30)
 _READING = re.compile(r"(#F32|#F16|#BF16)?(#rows)?$")
 
 WeightSource = Callable[[str, str], Placed]
@@ -40,6 +42,7 @@ class OrtCudaBackend:
     def __init__(self, bundle: Bundle, prefill_chunk_tokens: int, *, place: Place = CUDA,
                  weights: WeightSource | None = None) -> None:
         place.check()
+        _check_version(bundle)
         manifest, record = bundle.manifest, open_engine(bundle, self.name)
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self._bundle, self._place = bundle, place
@@ -187,6 +190,14 @@ class OrtCudaBackend:
             shape = [{"B": 1, "T": self._capacity}[d] if isinstance(d, str) else d for d in tensor.shape]
             buffers[tensor.input] = self._place.zeros(shape, self._dtype)
         return buffers
+
+
+def _check_version(bundle: Bundle) -> None:
+    numbers = tuple(int(part) for part in ort.__version__.split(".")[:2])
+    if bundle.manifest.drafter is not None and numbers < _OLDEST_WITH_DRAFTER:
+        needed = ".".join(map(str, _OLDEST_WITH_DRAFTER))
+        raise BackendError(f"A drafter on ort-cuda needs ONNX Runtime {needed} or newer, here is {ort.__version__}. "
+                           f'Run: pip install "onnxruntime-gpu>={needed}"')
 
 
 class DeviceWeights:

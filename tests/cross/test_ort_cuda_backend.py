@@ -112,6 +112,12 @@ def test_without_the_provider_it_is_refused(bundle: Bundle) -> None:
     assert CUDA.options["use_tf32"] == "0"
 
 
+def test_an_older_onnxruntime_is_refused(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxruntime.__version__", "1.29.1")
+    with pytest.raises(BackendError, match=r"1\.30 or newer, here is 1\.29\.1"):
+        OrtCudaBackend(bundle, CHUNK, place=HOST)
+
+
 def test_a_session_on_another_provider_is_refused(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime as ort
 

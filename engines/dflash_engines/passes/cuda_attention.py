@@ -30,7 +30,7 @@ _HEAD_DIM_MULTIPLE, _LARGEST_HEAD_DIM = 8, 256
 class CudaAttentionPass(ir.passes.InPlacePass):
     """Two TensorScatter and an Attention in half precision -> one com.microsoft GroupQueryAttention.
 
-    Causal layers, full or windowed, and bidirectional ones without a window (`causal` = 0, ONNX Runtime 1.31 and
+    Causal layers, full or windowed, and bidirectional ones without a window (`causal` = 0, ONNX Runtime 1.30 and
     later). Others are left as they are.
     """
 
