@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
+
+_SHIPPED = "shipped:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,7 +14,7 @@ class CatalogEntry:
     """One target and, where one is published, its drafter."""
 
     target: str
-    """Hugging Face id."""
+    """Hugging Face id, or `shipped:` and a folder that is part of this package."""
     drafter: str | None = None
     template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Chat template arguments the drafter was trained with."""
@@ -21,6 +24,7 @@ class CatalogEntry:
 _NO_THINKING = {"enable_thinking": False}
 
 CATALOG: dict[str, CatalogEntry] = {
+    "demo": CatalogEntry("shipped:demo/target", "shipped:demo/drafter"),
     "qwen2-7b": CatalogEntry("Qwen/Qwen2-7B-Instruct", note="nobody has published a DFlash drafter for it"),
     "qwen2.5-7b": CatalogEntry("Qwen/Qwen2.5-7B-Instruct", note="nobody has published a DFlash drafter for it"),
     "qwen2.5-1.5b": CatalogEntry("Qwen/Qwen2.5-1.5B-Instruct", note="nobody has published a DFlash drafter for it"),
@@ -32,6 +36,13 @@ CATALOG: dict[str, CatalogEntry] = {
         "HuggingFaceTB/SmolLM2-135M-Instruct", note="nobody has published a DFlash drafter for it"
     ),
 }
+
+
+def shipped_folder(reference: str) -> Path | None:
+    """Where a checkpoint that comes with this package lies; None for any other reference."""
+    if not reference.startswith(_SHIPPED):
+        return None
+    return Path(__file__).parent / "shipped" / reference.removeprefix(_SHIPPED)
 
 
 def drafter_template_args(drafter_id: str) -> dict[str, Any]:

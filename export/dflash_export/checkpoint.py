@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from dflash_export.catalog import CATALOG
+from dflash_export.catalog import CATALOG, shipped_folder
 from dflash_export.tensor_files import TensorPlace, read_tensor_places
 from dflash_runtime.bundle import SourceFacts
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
@@ -48,6 +48,9 @@ def find_checkpoint(reference: str, *, role: str, local_files_only: bool = False
         if found is None:
             raise CheckpointError(f"the catalog knows no drafter for {reference}: {entry.note}.")
         reference = found
+    shipped = shipped_folder(reference)
+    if shipped is not None and shipped.is_dir():
+        return _open(shipped, shipped.parent.name, "package", reference, None)
     folder = Path(reference).expanduser()
     if reference and folder.is_dir():
         return _open(folder, folder.resolve().name, "folder", str(folder.resolve()), None)

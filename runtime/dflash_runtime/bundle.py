@@ -66,7 +66,7 @@ class SourceFacts:
     """Where a checkpoint came from."""
 
     kind: str
-    """`folder` or `hub`."""
+    """`folder`, `hub`, or `package` for one that comes with this program."""
     id: str
     revision: str | None
     config_sha256: str

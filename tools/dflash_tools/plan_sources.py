@@ -75,12 +75,15 @@ def find_config(reference: str, role: str) -> tuple[Path, str]:
     Raises:
         CheckpointError: nothing there, or the hub refuses.
     """
-    folder = Path(reference).expanduser()
+    from dflash_export.catalog import shipped_folder
+
+    shipped = shipped_folder(reference)
+    folder = shipped or Path(reference).expanduser()
     if reference and folder.is_dir():
         path = folder / "config.json"
         if not path.is_file():
             raise CheckpointError(f"{folder} has no config.json and no {MANIFEST_NAME}: no checkpoint, no bundle.")
-        return path, folder.resolve().name
+        return path, folder.parent.name if shipped else folder.resolve().name
     match = _HUB_ID.match(reference)
     if match is None or folder.exists():
         from dflash_export.catalog import CATALOG
