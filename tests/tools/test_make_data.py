@@ -122,7 +122,7 @@ def test_other_options_do_not_go_on_with_old_answers(options: DataOptions, targe
 def test_the_command_writes_what_the_training_reads(options: DataOptions, target: Path, tmp_path: Path) -> None:
     made = invoke_here(
         "make-data", "--target", target, "--prompts", options.prompt_file, "--out", options.out, "--field", "question",
-        "--max-new-tokens", 10, "--json",
+        "--max-new-tokens", 10, "--template-arg", "polite=true", "--json",
     )  # fmt: skip
     assert made.exit_code == 0, made.output
     assert "taps take at most" in made.stderr
@@ -137,6 +137,7 @@ def test_the_command_writes_what_the_training_reads(options: DataOptions, target
     assert not (tmp_path / "drafter" / "training" / TAPS_FILE).exists()  # those of make-data were used
     card = (tmp_path / "drafter" / "README.md").read_text(encoding="utf-8")
     assert "tokens a round" in card
+    assert "greedy, at most 10 tokens; prompts through the chat template with polite=true" in card
     assert str(tmp_path) not in card.partition("## Made by")[0]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_runtime.bundle import write_text_atomically
+from dflash_tools.answer_writing import FACTS_FILE
 from dflash_tools.sizes import bytes_text, count_text
 from dflash_tools.training_run import TrainOptions, TrainResult
 
@@ -60,6 +62,7 @@ def _table(options: TrainOptions, result: TrainResult) -> str:
         ("taps", f"outputs of target layers {', '.join(map(str, own['target_layer_ids']))}, counted from 0"),
         ("mask token id", str(own["mask_token_id"])),
         ("data", f"{result.num_texts - result.num_held_out} texts with {result.num_answer_tokens:,} answer tokens"),
+        *_data_rows(options),
         (
             "recipe",
             f"{result.num_steps} steps of {settings['batch_size']} texts, at most {settings['max_anchors']} random "
@@ -74,6 +77,19 @@ def _table(options: TrainOptions, result: TrainResult) -> str:
         ),
     ]
     return "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows)
+
+
+def _data_rows(options: TrainOptions) -> list[tuple[str, str]]:
+    """How `make-data` made the answers, where it did."""
+    path = options.data / FACTS_FILE
+    if not path.is_file():
+        return []
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    chosen = "greedy" if facts["temperature"] == 0 else f"sampled at temperature {facts['temperature']:g}"
+    text = "prompts as they are" if facts["raw"] else "prompts through the chat template"
+    if facts["template_args"]:
+        text += " with " + ", ".join(f"{key}={json.dumps(value)}" for key, value in facts["template_args"].items())
+    return [("answers", f"the target's own, {chosen}, at most {facts['max_new_tokens']} tokens; {text}")]
 
 
 def _acceptance(result: TrainResult) -> str:
