@@ -18,6 +18,7 @@ from dflash_engines.passes.packed_projections import PackProjectionsPass
 from dflash_engines.passes.retype_to_fp32 import RetypeToFp32Pass
 from dflash_engines.passes.rms_norm import FuseRmsNormPass
 from dflash_engines.passes.rotary_embedding import FuseRotaryEmbeddingPass
+from dflash_engines.passes.row_gather import RowGatherPass
 from dflash_engines.passes.skip_norm import FuseSkipNormPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.uncut_rows import UncutRowsPass
@@ -95,6 +96,7 @@ def lower_model(model: ir.Model, kind: GraphKind, precision: str = _EXECUTION_PR
         FuseTransposedMatMulPass(),
         PackProjectionsPass(),
         UncutRowsPass(),
+        RowGatherPass(),
         FuseSkipNormPass(),
         ConstantReshapePass(),
     ):
