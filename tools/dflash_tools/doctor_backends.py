@@ -7,11 +7,11 @@ from collections.abc import Collection, Set
 
 from dflash_runtime.errors import EngineError
 from dflash_tools.doctor_facts import MachineFacts, TensorRt
-from dflash_tools.doctor_traps import LOWEST_ONNXRUNTIME, Trap, cuda_major, version_numbers
+from dflash_tools.doctor_traps import LOWEST_ONNXRUNTIME, LOWEST_ONNXRUNTIME_GPU, Trap, cuda_major, version_numbers
 
 NEEDS = {
     "ort-cpu": "onnxruntime 1.24 or newer",
-    "ort-cuda": "an NVIDIA GPU with its driver, onnxruntime-gpu 1.24 or newer, CUDA and cuDNN libraries",
+    "ort-cuda": "an NVIDIA GPU with its driver, onnxruntime-gpu 1.30 or newer, CUDA and cuDNN libraries",
     "tensorrt": "an NVIDIA GPU with its driver, TensorRT 10.3 to 11.x with its Python module, cuda-bindings of the "
     "driver's CUDA, onnx-ir to lower the graphs here",
     "tensorrt-rtx": "an NVIDIA GPU of compute capability 7.5, 8.0, 8.6, 8.9, 12.0 or 12.1 with its driver, "
@@ -81,18 +81,18 @@ def _for_ort_cuda(facts: MachineFacts, traps: Set[str], _: str) -> list[Lack]:
     lacks = _gpu_lacks(facts)
     if facts.architecture == "aarch64":
         return [*lacks, Lack("PyPI has no onnxruntime-gpu for aarch64", "Use the backend tensorrt.")]
-    install = "pip uninstall -y onnxruntime; pip install 'onnxruntime-gpu[cuda,cudnn]>=1.24'"
+    install = "pip uninstall -y onnxruntime; pip install 'onnxruntime-gpu[cuda,cudnn]>=1.30'"
     version = facts.onnxruntime.packages.get("onnxruntime-gpu")
     if "python-3.10" in traps:
         return lacks
     if version is None:
         lacks.append(Lack("onnxruntime-gpu is not installed", install))
-    elif version_numbers(version) < LOWEST_ONNXRUNTIME:
-        lacks.append(Lack(f"onnxruntime-gpu {version} is too old: 1.24 is needed", install))
+    elif version_numbers(version) < LOWEST_ONNXRUNTIME_GPU:
+        lacks.append(Lack(f"onnxruntime-gpu {version} is too old: 1.30 is needed", install))
     elif "cuda" not in facts.onnxruntime.providers:
         lacks.append(Lack("onnxruntime's folder holds no CUDA provider", install))
     if facts.gpus and facts.cuda.cudnn is None:
-        lacks.append(Lack("cuDNN was not found", "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.24'"))
+        lacks.append(Lack("cuDNN was not found", "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.30'"))
     return lacks
 
 

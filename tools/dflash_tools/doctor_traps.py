@@ -11,6 +11,8 @@ from dflash_tools.sizes import bytes_text
 
 LOWEST_ONNXRUNTIME = (1, 24)
 """First with the operators of opset 24, TensorScatter among them."""
+LOWEST_ONNXRUNTIME_GPU = (1, 30)
+"""First whose GroupQueryAttention on CUDA takes the drafter's attention, which is not causal."""
 
 LITTLE_MEMORY_BYTES = 4 * 10**9
 SMALL_JETSON_BYTES = 16 * 10**9
