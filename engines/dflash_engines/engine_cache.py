@@ -8,8 +8,8 @@ import os
 import shutil
 from pathlib import Path
 
-from dflash_runtime.bundle import decode, sha256_of, write_text_atomically
-from dflash_runtime.device_engine import GraphEngine, cache_root
+from dflash_runtime.bundle import cache_root, decode, sha256_of, write_text_atomically
+from dflash_runtime.device_engine import GraphEngine
 from dflash_runtime.errors import BundleError
 
 

@@ -194,6 +194,11 @@ class Manifest:
     checks: list[CheckRow]
     provenance: Provenance
 
+    def graph_files(self) -> list[str]:
+        """The portable graphs: target, then drafter context and drafter where there is one."""
+        drafter = [] if self.drafter is None else [self.drafter.context_graph.file, self.drafter.graph.file]
+        return [self.target.graph.file, *drafter]
+
     def to_json(self) -> str:
         """The manifest as the text of `bundle.json`."""
         return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
@@ -312,10 +317,17 @@ class Bundle:
             _write_stamps(self._stamp_path(), stamps)
         return hashed
 
+    def cache_key(self) -> str:
+        """What this copy of the bundle is called in the cache folder."""
+        return hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:32]
+
     def _stamp_path(self) -> Path:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        key = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:32]
-        return cache / "dflash-export" / "checked" / f"{key}.json"
+        return cache_root() / "checked" / f"{self.cache_key()}.json"
+
+
+def cache_root() -> Path:
+    """Where this program keeps what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-export"
 
 
 def sha256_of(path: Path) -> str:

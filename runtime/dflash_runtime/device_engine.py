@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
-import typing
 from pathlib import Path
 
-from dflash_runtime.bundle import Bundle, FileFacts, compare_files, decode, write_text_atomically
-from dflash_runtime.engine_record import ENGINE_RECORD_NAME
-from dflash_runtime.errors import BundleError, EngineError
+from dflash_runtime.bundle import Bundle, FileFacts, cache_root, write_text_atomically
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME, read_record, source_problems
+from dflash_runtime.errors import EngineError
 
 DEVICE_ENGINE_SCHEMA_VERSION = 1
 
@@ -103,41 +100,14 @@ def device_tag(backend: str, compute_capability: str, weights_mode: str = "share
     return tag if weights_mode == "shared" else f"{tag}-{weights_mode}"
 
 
-def cache_root() -> Path:
-    """Where this program keeps what it can make again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-export"
-
-
 def engine_folders(bundle: Bundle, tag: str) -> list[Path]:
     """Where engines of a device may lie, in order: in the bundle, or for a read-only one in the cache folder."""
-    key = hashlib.sha256(str(bundle.path.resolve()).encode()).hexdigest()[:32]
-    return [bundle.path / "engines" / tag, cache_root() / "engines" / key / tag]
+    return [bundle.path / "engines" / tag, cache_root() / "engines" / bundle.cache_key() / tag]
 
 
 def read_device_engine(folder: Path, remedy: str) -> DeviceEngineRecord:
-    """Reads the record in `folder` and compares the engine files with it.
-
-    Args:
-        folder: Where the engines lie.
-        remedy: The command that makes them, for messages.
-
-    Raises:
-        EngineError: no record, an unreadable one, or files that are missing, short or altered.
-    """
-    path = folder / ENGINE_RECORD_NAME
-    if not path.is_file():
-        raise EngineError(f"There are no engines in {folder} ({path.name} is missing). {remedy}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != DEVICE_ENGINE_SCHEMA_VERSION:
-            raise BundleError(f"it has schema {version}, this program reads {DEVICE_ENGINE_SCHEMA_VERSION}.")
-        record = typing.cast(DeviceEngineRecord, decode(DeviceEngineRecord, data, str(path)))
-    except (ValueError, BundleError) as error:
-        raise EngineError(f"{path} cannot be read: {error} {remedy}") from error
-    problems, _ = compare_files({name: folder / name for name in record.files}, record.files, {})
-    if problems:
-        raise EngineError(f"The engines in {folder} cannot be used: {'; '.join(problems)}. {remedy}")
+    """The record in `folder`; arguments and errors are those of `read_record`."""
+    record: DeviceEngineRecord = read_record(DeviceEngineRecord, folder, DEVICE_ENGINE_SCHEMA_VERSION, remedy)
     return record
 
 
@@ -163,12 +133,6 @@ def check_device_engine(record: DeviceEngineRecord, bundle: Bundle, *, tensorrt_
         )
         if made != here
     ]
-    manifest, drafter = bundle.manifest, bundle.manifest.drafter
-    graphs = [manifest.target.graph.file]
-    graphs += [drafter.context_graph.file, drafter.graph.file] if drafter is not None else []
-    for name in graphs:
-        made_from, now = record.source.get(name, "none"), manifest.files[name].sha256
-        if made_from != now:
-            problems.append(f"they were made from {name} {made_from[:12]}, the bundle has {now[:12]}")
+    problems += source_problems(bundle, record.source)
     if problems:
         raise EngineError(f"The {record.backend} engines do not fit: {'; '.join(problems)}. {remedy}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import typing
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dflash_runtime.bundle import Bundle, FileFacts, compare_files, decode, write_text_atomically
 from dflash_runtime.errors import BundleError, EngineError
@@ -51,19 +52,10 @@ def open_engine(bundle: Bundle, backend: str) -> EngineRecord:
     """
     folder = engine_folder(bundle, backend)
     remedy = f"Run: dflash-export engines {bundle.path} --backend {backend}"
-    path = folder / ENGINE_RECORD_NAME
-    if not path.is_file():
-        raise EngineError(f"{bundle.path} has no engine for {backend} ({path} is missing). {remedy}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != ENGINE_SCHEMA_VERSION:
-            raise EngineError(f"{path} has schema {version}, this program reads {ENGINE_SCHEMA_VERSION}. {remedy}")
-        record = typing.cast(EngineRecord, decode(EngineRecord, data, str(path)))
-    except (ValueError, BundleError) as error:
-        raise EngineError(f"{path} cannot be read: {error} {remedy}") from error
-    problems, _ = compare_files({name: folder / name for name in record.files}, record.files, {})
-    problems += _source_problems(bundle, record)
+    record: EngineRecord = read_record(EngineRecord, folder, ENGINE_SCHEMA_VERSION, remedy)
+    graphs = bundle.manifest.graph_files()
+    problems = [f"it does not list {name}" for name in graphs if name not in record.files]
+    problems += source_problems(bundle, record.source)
     if record.backend != backend:
         problems.append(f"it was made for {record.backend}, not {backend}")
     if problems:
@@ -71,14 +63,37 @@ def open_engine(bundle: Bundle, backend: str) -> EngineRecord:
     return record
 
 
-def _source_problems(bundle: Bundle, record: EngineRecord) -> list[str]:
-    manifest, drafter = bundle.manifest, bundle.manifest.drafter
-    graphs = [manifest.target.graph.file]
-    graphs += [drafter.context_graph.file, drafter.graph.file] if drafter is not None else []
-    problems = [f"it does not list {name}" for name in graphs if name not in record.files]
-    for name in graphs:
-        now = manifest.files[name].sha256 if name in manifest.files else "none"
-        made_from = record.source.get(name, "none")
+def read_record(kind: Any, folder: Path, schema_version: int, remedy: str) -> Any:
+    """Reads `engine.json` as the dataclass `kind`, strictly, and compares the engine's files with it.
+
+    `remedy` is the command that makes the engine, for messages.
+
+    Raises:
+        EngineError: no record, an unreadable one, or files that are missing, short or altered.
+    """
+    path = folder / ENGINE_RECORD_NAME
+    if not path.is_file():
+        raise EngineError(f"There is no engine in {folder} ({path.name} is missing). {remedy}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != schema_version:
+            raise BundleError(f"it has schema {version}, this program reads {schema_version}.")
+        record = decode(kind, data, str(path))
+    except (ValueError, BundleError) as error:
+        raise EngineError(f"{path} cannot be read: {error} {remedy}") from error
+    problems, _ = compare_files({name: folder / name for name in record.files}, record.files, {})
+    if problems:
+        raise EngineError(f"The engine in {folder} cannot be used: {'; '.join(problems)}. {remedy}")
+    return record
+
+
+def source_problems(bundle: Bundle, source: Mapping[str, str]) -> list[str]:
+    """Which graphs an engine was made from that are not the bundle's, in words."""
+    problems = []
+    for name in bundle.manifest.graph_files():
+        facts, made_from = bundle.manifest.files.get(name), source.get(name, "none")
+        now = "none" if facts is None else facts.sha256
         if made_from != now:
             problems.append(f"it was made from {name} {made_from[:12]}, the bundle has {now[:12]}")
     return problems

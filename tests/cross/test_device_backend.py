@@ -330,7 +330,7 @@ def test_engines_that_do_not_fit_are_refused(bundle: Bundle, tmp_path: Path) -> 
             open_tensorrt("tensorrt-rtx", copy, device, 128)
         assert command in str(error.value)
     shutil.rmtree(copy.path / "engines" / "tensorrt-rtx-sm89")
-    with pytest.raises(EngineError, match=r"no engines in .*tensorrt-rtx-sm89") as error:
+    with pytest.raises(EngineError, match=r"no engine in .*tensorrt-rtx-sm89") as error:
         open_tensorrt("tensorrt-rtx", copy, RecordingDevice(), 128)
     assert command in str(error.value)
 

@@ -121,7 +121,7 @@ def test_no_gpu_is_said_and_nothing_else_is_tried(tiny: Path, cuda: FakeCuda) ->
 
 
 def test_no_engines_are_said_and_the_device_is_freed(tiny: Path, cuda: FakeCuda) -> None:
-    with pytest.raises(EngineError, match=r"no engines in .*tensorrt-sm89.*engines .* --backend tensorrt"):
+    with pytest.raises(EngineError, match=r"no engine in .*tensorrt-sm89.*engines .* --backend tensorrt"):
         Session.open(tiny, "tensorrt")
     assert cuda.calls[-1] == ("cudaStreamDestroy", 77)
 
