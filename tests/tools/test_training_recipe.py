@@ -38,7 +38,7 @@ def small_drafter(**changes: Any) -> Drafter:
     """Norms and matrices filled so that nothing is at its plain first value."""
     generator = torch.Generator().manual_seed(5)
     table, head = (torch.randn(VOCAB_SIZE, 64, generator=generator) for _ in range(2))
-    drafter = make_drafter(drafter_config(block_size=4, **changes), table, head, torch.ones(64), seed=0)
+    drafter = make_drafter(drafter_config(block_size=4, **changes), table, head, seed=0)
     with torch.no_grad():
         fill(dict(own_parameters(drafter)), seed=3)
     return drafter

@@ -95,19 +95,13 @@ def check_taps(layer_ids: list[int], num_target_layers: int) -> None:
         )
 
 
-def make_drafter(
-    config: dict[str, Any], embedding: Tensor, head: Tensor, head_input_scale: Tensor, seed: int
-) -> Drafter:
+def make_drafter(config: dict[str, Any], embedding: Tensor, head: Tensor, seed: int) -> Drafter:
     """A drafter with random first weights in fp32, and the target's frozen tables.
-
-    The final norm starts with the scale of what the target gives its head; from plain ones it would take thousands
-    of steps of a small rate to get there.
 
     Args:
         config: Content of config.json.
         embedding: The target's raw table [V, H].
         head: The target's output head [V, H].
-        head_input_scale: [H] root mean square of each channel of the head's input in the target.
         seed: The same seed gives the same weights.
     """
     facts: DrafterConfig = parse_drafter_config(config, "the new drafter's config")
@@ -121,7 +115,6 @@ def make_drafter(
         if not name.endswith("norm.weight"):
             values = torch.randn(parameter.shape, generator=generator) * INITIAL_DEVIATION
         set_parameter(drafter, name, nn.Parameter(values))
-    set_parameter(drafter, "norm.weight", nn.Parameter(head_input_scale.detach().float().cpu().clone()))
     set_parameter(drafter, EMBEDDING, nn.Parameter(embedding.detach().float(), requires_grad=False))
     set_parameter(drafter, HEAD, nn.Parameter(head.detach(), requires_grad=False))
     return drafter

@@ -132,4 +132,5 @@ def _print(result: TrainResult) -> None:
             f"{'acceptance':<12}{result.acceptance.over_rounds:.2f} tokens a round, predicted on "
             f"{result.num_held_out} held-out texts"
         )
+    click.echo(f"{'left over':<12}{result.out / 'training'}: state and taps, not part of the drafter; delete at will")
     click.echo(f"\nAdd it: dflash-export add-drafter BUNDLE {shlex.quote(str(result.out))}")

@@ -103,8 +103,7 @@ def train(options: TrainOptions, processes: Processes, progress: TrainingProgres
     target = FrozenTarget.load(plan, processes.device)
     facts = TapFileFacts(answers.sha256, target_digest(plan), tuple(layer_ids), len(layer_ids) * int(text.hidden_size))
     taps = _taps(options, work, answers, facts, target, processes, progress)
-    first = answers.texts[answers.trained[0]]
-    drafter = make_drafter(config, *target.tables(), target.head_input_scale(first.token_ids), options.seed)
+    drafter = make_drafter(config, *target.tables(), options.seed)
     del target  # what is left of it are the two tables
     recipe = _recipe(options, answers, processes)
     training = Training(drafter, answers, taps, recipe, processes)

@@ -73,18 +73,6 @@ class FrozenTarget:
             decoder(input_ids=ids, use_cache=False)
         return torch.cat([seen[i] for i in layer_ids], dim=-1)[0]
 
-    @torch.no_grad()
-    def head_input_scale(self, token_ids: Sequence[int]) -> Tensor:
-        """[H] root mean square of each channel of what the output head gets, over one text."""
-        found: list[Tensor] = []
-        head = self.model.get_output_embeddings()
-        hook = head.register_forward_pre_hook(lambda module, args: found.append(args[0].float()))
-        try:
-            self.model(input_ids=torch.tensor([list(token_ids)], device=self.device), use_cache=False)
-        finally:
-            hook.remove()
-        return found[0][0].pow(2).mean(0).sqrt()
-
     @contextlib.contextmanager
     def _watched(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         # Hooks and not `output_hidden_states`, whose last entry has already passed the final norm.
