@@ -70,9 +70,7 @@ def make_data(options: DataOptions, progress: Progress, say: Callable[[str], Non
         _require_room(options, prompts, row_values, say)
     digest = target_digest(plan)
     done = claim_folder(options.out, _facts(options, digest, prompts_sha256(written), len(prompts), stops))
-    target = FrozenTarget.load(plan, default_device())
-    if can_pack(target.model):
-        pack_linear_layers(target.model, options.batch_size)
+    target = _answering_target(plan, options.batch_size)
     rules = AnswerRules(options.max_new_tokens, frozenset(stops), options.temperature)
     started = time.monotonic()
     write_answers(
@@ -83,18 +81,24 @@ def make_data(options: DataOptions, progress: Progress, say: Callable[[str], Non
     answers = read_answers(
         options.out, vocab_size=int(text.vocab_size), max_text_tokens=options.max_length, num_held_out=0
     )
-    size = None
     if not options.no_taps:
-        size = cache_bytes(answers, row_values)
-        facts = TapFileFacts(answers.sha256, digest, tuple(layer_ids), row_values)
         target.model.set_attn_implementation("sdpa")
+        facts = TapFileFacts(answers.sha256, digest, tuple(layer_ids), row_values)
         cache_taps(options.out, answers, facts, lambda ids: target.taps(ids, layer_ids), progress)
+    size = None if options.no_taps else cache_bytes(answers, row_values)
     tokens = answers.num_answer_tokens(range(len(answers.texts)))
     return {
         "out": str(options.out), "num_answers": len(answers.texts), "num_left_out": answers.num_left_out,
         "num_answer_tokens": tokens, "num_resumed": done, "answer_seconds": seconds, "tap_bytes": size,
         "stop_token_ids": list(stops),
     }  # fmt: skip
+
+
+def _answering_target(plan: TargetPlan, batch_size: int) -> FrozenTarget:
+    target = FrozenTarget.load(plan, default_device())
+    if can_pack(target.model):
+        pack_linear_layers(target.model, batch_size)
+    return target
 
 
 def encoded_prompts(options: DataOptions, plan: TargetPlan, written: list[str | Messages]) -> list[Prompt]:
