@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+import math
 
 import onnx_ir as ir
 
@@ -88,7 +88,7 @@ def _fix_capacity(model: ir.Model, capacity_rows: int) -> None:
 
 
 def _activation_bytes_per_row(graph: ir.Graph) -> int:
-    total = 0
+    total = 0.0  # four-bit types have half a byte
     for node in graph:
         for output in node.outputs:
             shape = output.shape
@@ -96,15 +96,8 @@ def _activation_bytes_per_row(graph: ir.Graph) -> int:
                 continue
             sizes = [dim for dim in shape if isinstance(dim, int)]
             if len(sizes) < len(shape):  # it grows with the rows of the call
-                total += _product(sizes) * output.dtype.itemsize
+                total += math.prod(sizes) * output.dtype.itemsize
     return int(total)
-
-
-def _product(sizes: Sequence[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 def _forget_names(model: ir.Model) -> None:

@@ -40,7 +40,7 @@ def read_token_ids(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-class MemorySize(click.ParamType):
+class MemorySize(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.3
     """A number of bytes, with a unit if wanted: 1500000000, 800MB, 1.5GB, 2GiB."""
 
     name = "size"
