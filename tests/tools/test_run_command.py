@@ -101,7 +101,7 @@ def test_template_arg_must_be_a_pair(invoke: Invoke, bundle: Path) -> None:
 def test_user_errors_are_one_line(launch: Launch, tmp_path: Path, bundle: Path) -> None:
     for arguments, words in [
         (("run", tmp_path / "nothing", "hi"), ["nothing", "bundle.json", "dflash-export build"]),
-        (("run", bundle, "hi", "--backend", "tensorrt"), ["tensorrt", "ort-cpu"]),
+        (("run", bundle, "hi", "--backend", "openvino"), ["openvino", "ort-cpu"]),
         (("run", bundle, "hi", "--max-new-tokens", 0), ["max_new_tokens", "0"]),
         (("run", bundle, "", "--raw"), ["prompt"]),
         (("inspect", tmp_path), [str(tmp_path)]),
