@@ -1,8 +1,8 @@
 """What a TensorRT builder takes, told before it starts: on a board it shares the memory with everything else.
 
-Measured with TensorRT-RTX 1.7.1 on a machine without a GPU: Qwen2-7B's 28 layers with weights as inputs 0.47 GB for
-one profile and 0.62 GB for five; SmolLM2-135M with 0.27 GB of weights embedded 1.3 GB. On a GPU, kernels are tried on
-device memory too, which on a board comes on top.
+Fitted to builds with TensorRT-RTX 1.7.1 on a machine without a GPU: `python -m dflash_tools.engine_memory` holds
+0.62 GB for the five profiles of Qwen2-7B's 28 layers; `dflash-export engines --weights embedded` says it for others. On
+a GPU, kernels are tried on device memory too, which on a board comes on top.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A weight comes in the type its readers want. A cast inside the graph would write out a converted copy on every call,
 so the cast is dropped and the input has its type; and a tied embedding comes twice, once for its rows and once for
-the head, because TensorRT-RTX 1.7.1 copies a weight that is read in two ways (113 MB of scratch memory for the 57 MB
-of SmolLM2-135M's head, 8 MB with two inputs). Both inputs are bound to the same memory.
+the head, because TensorRT-RTX 1.7.1 copies a weight that is read in two ways (`tests/cross/test_engine_sizes.py`
+builds both). Both inputs are bound to the same memory.
 """
 
 from __future__ import annotations
