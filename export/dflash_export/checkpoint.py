@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from dflash_export.catalog import CATALOG, shipped_folder
+from dflash_export.json_file import read_json
 from dflash_export.tensor_files import TensorPlace, read_tensor_places
 from dflash_runtime.bundle import SourceFacts
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
@@ -104,21 +103,6 @@ def _download(repo: str, revision: str | None, local_files_only: bool) -> Path:
     except (errors.HfHubHTTPError, OSError) as error:
         raise CheckpointError(f"downloading {wanted} failed: {str(error).splitlines()[0]}") from error
     return Path(folder)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        CheckpointError: not JSON, or not an object.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}).") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds {type(data).__name__} where an object is expected.")
-    return data
 
 
 def read_target_config(checkpoint: Checkpoint) -> PreTrainedConfig:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_export.checkpoint import read_json
 from dflash_export.drafter_attention import LayerAttention, read_layer_attention
 from dflash_export.drafter_kinds import PLAIN_ARCHITECTURE, refuse_other_kinds
 from dflash_export.drafter_rope import read_rope_parameters, rope_frequencies
+from dflash_export.json_file import read_json
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 
 DEFAULT_BLOCK_SIZE = 16

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dflash_export.checkpoint import read_json
+from dflash_export.json_file import read_json
 from dflash_runtime.bundle import TextFacts
 from dflash_runtime.errors import CheckpointError
 

@@ -22,7 +22,7 @@ from dflash_tools.decoder_families import read_model_shape
 from dflash_tools.drafter_shape import read_drafter_shape
 from dflash_tools.error_lines import EXIT_REFUSED, DFlashCommand, needs_extra
 from dflash_tools.model_shape import DrafterShape, ModelShape
-from dflash_tools.plan_sources import find_config, read_object
+from dflash_tools.plan_sources import find_config
 from dflash_tools.session_bytes import SessionBytes, measure_session
 from dflash_tools.sizes import bytes_text
 
@@ -124,7 +124,9 @@ def _config(source: SourceFacts, given: str | None, role: str) -> dict[str, Any]
             f"{path} has sha256 {digest[:12]}, the bundle's {role} was built from {source.config_sha256[:12]}. "
             f"Give the checkpoint the bundle was built from with --{role}."
         )
-    return read_object(path)
+    from dflash_export.json_file import read_json
+
+    return read_json(path)
 
 
 def _weight_file_bytes(bundle: Bundle) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -65,8 +64,10 @@ def read_config(reference: str, role: str) -> tuple[dict[str, Any], str]:
     Raises:
         CheckpointError: nothing there, no JSON, or the hub refuses.
     """
+    from dflash_export.json_file import read_json
+
     path, name = find_config(reference, role)
-    return read_object(path), name
+    return read_json(path), name
 
 
 def find_config(reference: str, role: str) -> tuple[Path, str]:
@@ -93,21 +94,6 @@ def find_config(reference: str, role: str) -> tuple[Path, str]:
             f"owner/name[@revision], and not a catalog name ({', '.join(sorted(CATALOG))})."
         )
     return _fetch_config(match["id"], match["revision"]), match["id"].split("/")[1]
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        CheckpointError: not JSON, or not an object.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}).") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds {type(data).__name__} where an object is expected.")
-    return data
 
 
 def _drafter_reference(drafter: str) -> str:
