@@ -9,6 +9,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from dflash_engines.engine_place import replace_folder
 from dflash_runtime.bundle import Bundle, file_facts
 from dflash_runtime.engine_record import ENGINE_SCHEMA_VERSION, EngineRecord, engine_folder
 from dflash_runtime.errors import OutputError
@@ -32,7 +33,6 @@ def write_engine(bundle: Bundle, backend: str, graphs: Mapping[str, ir.Model], v
     """
     folder = engine_folder(bundle, backend)
     partial = folder.with_name(f".{backend}.{os.getpid()}.partial")
-    retired = folder.with_name(f".{backend}.{os.getpid()}.retired")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -40,9 +40,7 @@ def write_engine(bundle: Bundle, backend: str, graphs: Mapping[str, ir.Model], v
             (partial / name).write_bytes(ir.to_proto(model).SerializeToString())
         record = _record(bundle, backend, partial, list(graphs), versions, execution_precision)
         record.write(partial)
-        if folder.exists():
-            folder.rename(retired)
-        partial.rename(folder)
+        replace_folder(partial, folder)
     except OSError as error:
         raise OutputError(
             f"The engine cannot be written to {folder}: {error}. Make the folder writable and see that the disk has "
@@ -50,15 +48,7 @@ def write_engine(bundle: Bundle, backend: str, graphs: Mapping[str, ir.Model], v
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        _retire(retired, folder)
     return record
-
-
-def _retire(retired: Path, folder: Path) -> None:
-    """Deletes the engine that was replaced, or puts it back where the new one did not arrive."""
-    if retired.exists() and not folder.exists():
-        retired.rename(folder)
-    shutil.rmtree(retired, ignore_errors=True)
 
 
 def _record(bundle: Bundle, backend: str, folder: Path, names: list[str], versions: dict[str, str],

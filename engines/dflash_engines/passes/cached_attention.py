@@ -94,6 +94,28 @@ def is_node_causal(attention: CachedAttention) -> bool:
     return integer_attribute(attention.node, "is_causal", 0) == 1
 
 
+def read_capacity_from_past(graph: ir.Graph) -> None:
+    """A cache has the same shape before and after a write; read before it, the shape does not tie up the node."""
+    for node in graph:
+        scatter = made_by(node.inputs[0], "TensorScatter") if node.op_type == "Shape" else None
+        if scatter is not None:
+            node.replace_input_with(0, scatter.inputs[0])
+
+
+def writes_own_caches(attention: CachedAttention) -> bool:
+    """Whether its writes go from a graph input to a graph output at `position`, and nothing else reads them."""
+    scatters = (attention.key_scatter, attention.value_scatter)
+    add = made_by(attention.length, "Add")
+    at_position = add is not None and all(scatter.inputs[2] in add.inputs for scatter in scatters)
+    return at_position and all(_is_own_cache(scatter, attention.node) for scatter in scatters)
+
+
+def _is_own_cache(scatter: ir.Node, attention: ir.Node) -> bool:
+    past, present = scatter.inputs[0], scatter.outputs[0]
+    only_reader = all(user is attention for user in present.consumers())
+    return past is not None and past.is_graph_input() and present.is_graph_output() and only_reader
+
+
 def _number(value: ir.Value | None, axis: int) -> int:
     shape = dims(value)
     assert shape is not None

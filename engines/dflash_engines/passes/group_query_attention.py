@@ -7,8 +7,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from dflash_engines.passes.cached_attention import CachedAttention, find_cached_attention, is_node_causal
-from dflash_engines.passes.graph_reading import made_by
+from dflash_engines.passes.cached_attention import (
+    CachedAttention,
+    find_cached_attention,
+    is_node_causal,
+    read_capacity_from_past,
+    writes_own_caches,
+)
 from dflash_engines.passes.graph_writing import (
     MICROSOFT_DOMAIN,
     add_constant,
@@ -32,7 +37,7 @@ class GroupQueryAttentionPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """See the class."""
-        _read_capacity_from_past(model.graph)
+        read_capacity_from_past(model.graph)
         lengths: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
         fused = 0
         for attention in find_cached_attention(model):
@@ -51,30 +56,12 @@ class GroupQueryAttentionPass(ir.passes.InPlacePass):
             raise ir.passes.PostconditionError(f"causal layers not lowered: {left}")
 
 
-def _read_capacity_from_past(graph: ir.Graph) -> None:
-    """A cache has the same shape before and after a write; read before it, the shape does not tie up the node."""
-    for node in graph:
-        scatter = made_by(node.inputs[0], "TensorScatter") if node.op_type == "Shape" else None
-        if scatter is not None:
-            node.replace_input_with(0, scatter.inputs[0])
-
-
 def _fits(attention: CachedAttention) -> bool:
     if attention.needs_mask or (attention.mask is None and not is_node_causal(attention)):
         return False
     same_size = attention.head_dim == attention.value_dim and attention.head_dim % _HEAD_DIM_MULTIPLE == 0
     grouped = attention.heads % attention.kv_heads == 0
-    scatters = (attention.key_scatter, attention.value_scatter)
-    own = all(_is_own_cache(scatter, attention.node) for scatter in scatters)
-    add = made_by(attention.length, "Add")
-    at_position = add is not None and all(scatter.inputs[2] in add.inputs for scatter in scatters)
-    return same_size and grouped and own and at_position and attention.query.dtype == ir.DataType.FLOAT
-
-
-def _is_own_cache(scatter: ir.Node, attention: ir.Node) -> bool:
-    past, present = scatter.inputs[0], scatter.outputs[0]
-    only_reader = all(user is attention for user in present.consumers())
-    return past is not None and past.is_graph_input() and present.is_graph_output() and only_reader
+    return same_size and grouped and writes_own_caches(attention) and attention.query.dtype == ir.DataType.FLOAT
 
 
 def _kernel_lengths(attention: CachedAttention) -> tuple[ir.Value, ir.Value]:
