@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Literal
 
 import onnx_ir as ir
 
@@ -22,12 +21,11 @@ from dflash_engines.passes.row_gather import RowGatherPass
 from dflash_engines.passes.skip_norm import FuseSkipNormPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.uncut_rows import UncutRowsPass
-from dflash_runtime.bundle import Bundle
+from dflash_runtime.bundle import Bundle, GraphKind
 from dflash_runtime.engine_record import EngineRecord, open_engine
 from dflash_runtime.errors import EngineError
 
 BACKEND = "ort-cpu"
-GraphKind = Literal["target", "drafter_context", "drafter"]
 Progress = Callable[[str, int, int], None]
 
 _EXECUTION_PRECISION = "fp32"
@@ -59,7 +57,7 @@ def lower_bundle(bundle_path: str | os.PathLike[str], progress: Progress | None 
     if present is not None:
         return present
     lowered: dict[str, ir.Model] = {}
-    files = _graph_files(bundle)
+    files = bundle.manifest.graph_files()
     for kind, file in files.items():
         if progress is not None:
             progress("lower", len(lowered), len(files))
@@ -112,15 +110,6 @@ def _fitting_record(bundle: Bundle, versions: dict[str, str]) -> EngineRecord | 
     except EngineError:
         return None  # missing, damaged or of other graphs: each is a reason to make it anew
     return record if record.versions == versions else None
-
-
-def _graph_files(bundle: Bundle) -> dict[GraphKind, str]:
-    manifest = bundle.manifest
-    files: dict[GraphKind, str] = {"target": manifest.target.graph.file}
-    if manifest.drafter is not None:
-        files["drafter_context"] = manifest.drafter.context_graph.file
-        files["drafter"] = manifest.drafter.graph.file
-    return files
 
 
 def _interface(model: ir.Model) -> list[list[str | None]]:

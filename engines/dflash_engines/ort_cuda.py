@@ -13,7 +13,6 @@ from importlib.metadata import version
 import onnx_ir as ir
 
 from dflash_engines.engine_writing import write_engine
-from dflash_engines.ort_cpu import GraphKind
 from dflash_engines.passes.constant_reshape import ConstantReshapePass
 from dflash_engines.passes.cuda_attention import CudaAttentionPass
 from dflash_engines.passes.explicit_mask import ExplicitMaskPass
@@ -25,7 +24,7 @@ from dflash_engines.passes.row_gather import RowGatherPass
 from dflash_engines.passes.scatter_rows import ScatterRowsPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.weight_inputs import WeightInputsPass
-from dflash_runtime.bundle import Bundle
+from dflash_runtime.bundle import Bundle, GraphKind
 from dflash_runtime.engine_record import EngineRecord, open_engine
 from dflash_runtime.errors import EngineError
 
@@ -77,7 +76,7 @@ def lower_bundle(
     except EngineError:
         pass  # missing, damaged or of other graphs: each is a reason to make it anew
     lowered: dict[str, ir.Model] = {}
-    files = _graph_files(bundle)
+    files = bundle.manifest.graph_files()
     for kind, file in files.items():
         if progress is not None:
             progress("lower", len(lowered), len(files))
@@ -124,15 +123,6 @@ def lower_model(model: ir.Model, kind: GraphKind, precision: str) -> ir.Model:
     lowered.graph.opset_imports[""] = _OPSET
     _check(lowered, kind, interface)
     return lowered
-
-
-def _graph_files(bundle: Bundle) -> dict[GraphKind, str]:
-    manifest = bundle.manifest
-    files: dict[GraphKind, str] = {"target": manifest.target.graph.file}
-    if manifest.drafter is not None:
-        files["drafter_context"] = manifest.drafter.context_graph.file
-        files["drafter"] = manifest.drafter.graph.file
-    return files
 
 
 def _check(model: ir.Model, kind: GraphKind, interface: list[list[str | None]]) -> None:

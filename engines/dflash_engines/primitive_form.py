@@ -9,14 +9,12 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from dflash_engines.operator_check import check_operators, check_opset
-from dflash_engines.ort_cpu import GraphKind
 from dflash_engines.passes.new_rows import NewRowsPass
 from dflash_engines.passes.opset_downgrade import OPSET, OpsetDowngradePass
 from dflash_engines.passes.primitive_attention import PrimitiveAttentionPass, SoftmaxPrecision
 from dflash_engines.tensorrt_versions import PRIMITIVE_OPERATORS
+from dflash_runtime.bundle import GraphKind
 from dflash_runtime.errors import EngineError
-
-__all__ = ["GraphKind", "lower_primitive"]
 
 
 def lower_primitive(model: ir.Model, kind: GraphKind, softmax_precision: SoftmaxPrecision = "fp32") -> ir.Model:

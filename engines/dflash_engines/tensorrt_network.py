@@ -13,8 +13,9 @@ from dflash_engines.operator_check import check_graph
 from dflash_engines.passes.flat_matmul import FlatMatMulPass
 from dflash_engines.passes.retype_half import RetypeHalfPass
 from dflash_engines.passes.weight_inputs import WeightInput, WeightInputsPass
-from dflash_engines.primitive_form import GraphKind, lower_primitive
+from dflash_engines.primitive_form import lower_primitive
 from dflash_engines.tensorrt_versions import VersionRow
+from dflash_runtime.bundle import GraphKind
 from dflash_runtime.errors import EngineError
 
 HALF_TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}

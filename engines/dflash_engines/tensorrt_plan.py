@@ -89,10 +89,7 @@ class EnginePlan:
             )
         self.chunk = options.prefill_chunk_tokens
         self.capacity_rows = manifest.max_context_tokens + max(largest, self.chunk)
-        self.graphs = {"target": manifest.target.graph.file}
-        if manifest.drafter is not None:
-            self.graphs["drafter_context"] = manifest.drafter.context_graph.file
-            self.graphs["drafter"] = manifest.drafter.graph.file
+        self.graphs = manifest.graph_files()
 
     def network(self, kind: str, file: str) -> Network:
         """The network of one graph."""

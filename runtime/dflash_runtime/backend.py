@@ -9,7 +9,6 @@ from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import BackendError
 
 AVAILABLE = ("ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx")
-PLANNED: tuple[str, ...] = ()
 
 
 class Backend(Protocol):
@@ -46,8 +45,7 @@ class Backend(Protocol):
 def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> Backend:
     """Opens the backend `name` over the bundle's engines; options and errors are those of `Session.open`."""
     if name not in AVAILABLE:
-        what = "is not part of this version" if name in PLANNED else "is unknown"
-        raise BackendError(f"Backend {name!r} {what}. Available here: {', '.join(AVAILABLE)}.")
+        raise BackendError(f"Backend {name!r} is unknown. Available here: {', '.join(AVAILABLE)}.")
     if threads is not None and threads < 1:
         raise BackendError(f"threads is {threads} and must be at least 1; None lets the backend choose.")
     if prefill_chunk_tokens < 1:

@@ -16,12 +16,14 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from dflash_runtime.errors import BundleError
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "bundle.json"
+
+GraphKind = Literal["target", "drafter_context", "drafter"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,10 +196,12 @@ class Manifest:
     checks: list[CheckRow]
     provenance: Provenance
 
-    def graph_files(self) -> list[str]:
-        """The portable graphs: target, then drafter context and drafter where there is one."""
-        drafter = [] if self.drafter is None else [self.drafter.context_graph.file, self.drafter.graph.file]
-        return [self.target.graph.file, *drafter]
+    def graph_files(self) -> dict[GraphKind, str]:
+        """File of each portable graph: target, then drafter_context and drafter where there is one."""
+        files: dict[GraphKind, str] = {"target": self.target.graph.file}
+        if self.drafter is not None:
+            files |= {"drafter_context": self.drafter.context_graph.file, "drafter": self.drafter.graph.file}
+        return files
 
     def to_json(self) -> str:
         """The manifest as the text of `bundle.json`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
@@ -12,10 +11,9 @@ from dflash_runtime.bundle import Bundle, WeightEntry
 from dflash_runtime.device import Array, Buffer, Device, aligned
 from dflash_runtime.device_engine import BoundWeight
 from dflash_runtime.errors import EngineError
+from dflash_runtime.weights import STORED, narrowed
 
 _STAGING_BYTES = 16 << 20
-# BF16 has no NumPy type: its bits are the upper half of a float32.
-_STORED: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 def upload_weights(device: Device, bundle: Bundle, wanted: Iterable[BoundWeight]) -> dict[tuple[str, str], Buffer]:
@@ -31,11 +29,11 @@ def upload_weights(device: Device, bundle: Bundle, wanted: Iterable[BoundWeight]
     entries, places, total = bundle.manifest.weights, dict[tuple[str, str], tuple[int, int]](), 0
     for bound in wanted:
         entry = entries.get(bound.weight)
-        if entry is None or entry.dtype not in _STORED or bound.dtype not in _STORED:
+        if entry is None or entry.dtype not in STORED or bound.dtype not in STORED:
             has = "the bundle has no such weight" if entry is None else f"the bundle has it as {entry.dtype}"
             raise EngineError(f"The engines want weight {bound.weight!r} as {bound.dtype}; {has}. Build them again.")
         if (bound.weight, bound.dtype) not in places:
-            size = math.prod(entry.shape) * np.dtype(_STORED[bound.dtype]).itemsize
+            size = math.prod(entry.shape) * np.dtype(STORED[bound.dtype]).itemsize
             places[bound.weight, bound.dtype] = total, size
             total += aligned(size)
     if not places:
@@ -48,12 +46,12 @@ def upload_weights(device: Device, bundle: Bundle, wanted: Iterable[BoundWeight]
 
 def _upload(device: Device, bundle: Bundle, name: str, entry: WeightEntry, dtype: str, address: int, staging: Array
             ) -> None:
-    target = np.dtype(_STORED[dtype])
+    target = np.dtype(STORED[dtype])
     left, at_once = math.prod(entry.shape), staging.nbytes // 4
     with bundle.file(entry.file).open("rb") as stream:
         stream.seek(entry.offset_bytes)
         while left:
-            stored = np.fromfile(stream, _STORED[entry.dtype], min(left, at_once))
+            stored = np.fromfile(stream, STORED[entry.dtype], min(left, at_once))
             piece = staging[: stored.size * target.itemsize]
             piece.view(target)[:] = _converted(stored, entry.dtype, dtype, name)
             device.upload(address, piece)
@@ -63,21 +61,7 @@ def _upload(device: Device, bundle: Bundle, name: str, entry: WeightEntry, dtype
 
 
 def _converted(stored: Array, source: str, target: str, name: str) -> Array:
-    """Rounded to the nearest, ties to even, as PyTorch does."""
     if source == target:
         return stored
     wide = stored.astype(np.float32) if source != "BF16" else (stored.astype(np.uint32) << 16).view(np.float32)
-    if target == "F32":
-        return wide
-    if target == "BF16":
-        bits = wide.view(np.uint32)
-        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-        return np.where(np.isnan(wide), np.uint16(0x7FC0), rounded)
-    with np.errstate(over="ignore"):
-        half: Array = wide.astype(np.float16)
-    if not np.array_equal(np.isfinite(half), np.isfinite(wide)):
-        raise EngineError(
-            f"Weight {name!r} holds {float(np.abs(wide).max()):.4g}; fp16 ends at 65504. Build the engines with "
-            "--precision bf16."
-        )
-    return half
+    return narrowed(wide, target, name)

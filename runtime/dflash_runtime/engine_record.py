@@ -53,7 +53,7 @@ def open_engine(bundle: Bundle, backend: str) -> EngineRecord:
     folder = engine_folder(bundle, backend)
     remedy = f"Run: dflash-export engines {bundle.path} --backend {backend}"
     record: EngineRecord = read_record(EngineRecord, folder, ENGINE_SCHEMA_VERSION, remedy)
-    graphs = bundle.manifest.graph_files()
+    graphs = bundle.manifest.graph_files().values()
     problems = [f"it does not list {name}" for name in graphs if name not in record.files]
     problems += source_problems(bundle, record.source)
     if record.backend != backend:
@@ -91,7 +91,7 @@ def read_record(kind: Any, folder: Path, schema_version: int, remedy: str) -> An
 def source_problems(bundle: Bundle, source: Mapping[str, str]) -> list[str]:
     """Which graphs an engine was made from that are not the bundle's, in words."""
     problems = []
-    for name in bundle.manifest.graph_files():
+    for name in bundle.manifest.graph_files().values():
         facts, made_from = bundle.manifest.files.get(name), source.get(name, "none")
         now = "none" if facts is None else facts.sha256
         if made_from != now:

@@ -12,7 +12,7 @@ from dflash_runtime.bundle import Bundle, GraphFacts, StateTensor
 from dflash_runtime.engine_record import engine_folder, open_engine
 from dflash_runtime.errors import BackendError, EngineError
 from dflash_runtime.ort_fixed_graph import CUDA, STORED, Array, FixedGraph, Place, Placed
-from dflash_runtime.weights import MappedWeights
+from dflash_runtime.weights import MappedWeights, narrowed
 
 _KINDS = ("kv", "windowed_kv")
 _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -215,26 +215,6 @@ class DeviceWeights:
             EngineError: its values do not fit fp16.
         """
         if (name, dtype) not in self._values:
-            self._values[name, dtype] = self._place.put(converted(self._mapped.float32(name), dtype, name))
+            self._values[name, dtype] = self._place.put(narrowed(self._mapped.float32(name), dtype, name))
             self._mapped.drop_pages()
         return self._values[name, dtype]
-
-
-def converted(wide: Array, dtype: str, name: str) -> Array:
-    """Float32 values as a dtype in safetensors' spelling, rounded to the nearest, ties to even.
-
-    Raises:
-        EngineError: finite values that fp16 cannot hold.
-    """
-    if dtype == "F32":
-        return wide
-    if dtype == "BF16":
-        bits = np.ascontiguousarray(wide).view(np.uint32)
-        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-        return np.where(np.isnan(wide), np.uint16(0x7FC0), rounded)
-    with np.errstate(over="ignore"):
-        half: Array = wide.astype(np.float16)
-    if not np.array_equal(np.isfinite(half), np.isfinite(wide)):
-        raise EngineError(f"Weight {name!r} holds {float(np.abs(wide).max()):.4g}; fp16 ends at 65504. Make the "
-                          "engine with --precision bf16.")
-    return half

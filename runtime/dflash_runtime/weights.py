@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.errors import BundleError
+from dflash_runtime.errors import BundleError, EngineError
 
 # BF16 has no NumPy type: its bits are the upper half of a float32.
-_STORED: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+STORED: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 class MappedWeights:
@@ -32,11 +32,11 @@ class MappedWeights:
             BundleError: no such weight, or a dtype that is not a floating-point one.
         """
         entry = self._entries.get(name)
-        if entry is None or entry.dtype not in _STORED:
+        if entry is None or entry.dtype not in STORED:
             what = "is not in the bundle" if entry is None else f"has dtype {entry.dtype}"
             raise BundleError(f"Weight {name!r} {what}. Copy or build the bundle again.")
         count = int(np.prod(entry.shape, dtype=np.int64))
-        stored = np.frombuffer(self._files[entry.file], _STORED[entry.dtype], count, entry.offset_bytes)
+        stored = np.frombuffer(self._files[entry.file], STORED[entry.dtype], count, entry.offset_bytes)
         if entry.dtype == "BF16":
             stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return stored.astype(np.float32, copy=False).reshape(entry.shape)
@@ -46,3 +46,25 @@ class MappedWeights:
         if hasattr(mmap, "MADV_DONTNEED"):
             for file in self._files.values():
                 file.madvise(mmap.MADV_DONTNEED)
+
+
+def narrowed(wide: npt.NDArray[Any], dtype: str, name: str) -> npt.NDArray[Any]:
+    """Float32 values as a dtype in safetensors' spelling, rounded to the nearest, ties to even, as PyTorch does.
+
+    Raises:
+        EngineError: finite values of the weight `name` that fp16 cannot hold.
+    """
+    if dtype == "F32":
+        return wide
+    if dtype == "BF16":
+        bits = np.ascontiguousarray(wide).view(np.uint32)
+        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+        return np.where(np.isnan(wide), np.uint16(0x7FC0), rounded)
+    with np.errstate(over="ignore"):
+        half = wide.astype(np.float16)
+    if not np.array_equal(np.isfinite(half), np.isfinite(wide)):
+        largest = float(np.abs(wide).max())
+        raise EngineError(
+            f"Weight {name!r} holds {largest:.4g}; fp16 ends at 65504. Build the engines with --precision bf16."
+        )
+    return half

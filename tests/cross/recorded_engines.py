@@ -11,11 +11,11 @@ import onnx_ir as ir
 from dflash_engines.passes.explicit_mask import ExplicitMaskPass
 from dflash_engines.passes.flat_matmul import FlatMatMulPass
 from dflash_engines.passes.weight_inputs import WeightInputsPass
-from dflash_engines.primitive_form import GraphKind, lower_primitive
+from dflash_engines.primitive_form import lower_primitive
 from dflash_engines.tensorrt_network import _fix_capacity
 from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan
 from dflash_engines.tensorrt_versions import VERSIONS
-from dflash_runtime.bundle import Bundle
+from dflash_runtime.bundle import Bundle, GraphKind
 from dflash_runtime.device_engine import BoundWeight, GraphEngine, device_tag
 
 BACKENDS = {"fused": "tensorrt-rtx", "primitive": "tensorrt"}

@@ -19,8 +19,9 @@ from dflash_runtime import BackendError, EngineError
 from dflash_runtime.backend import Backend, open_backend
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.decode import decode
-from dflash_runtime.ort_cuda import DeviceWeights, OrtCudaBackend, converted
+from dflash_runtime.ort_cuda import DeviceWeights, OrtCudaBackend
 from dflash_runtime.ort_fixed_graph import CUDA, Place, Placed
+from dflash_runtime.weights import narrowed
 from dflash_tools.hollow_bundle import write_hollow_bundle
 from dflash_tools.random_bundle_weights import fill_weights
 
@@ -134,7 +135,7 @@ def test_more_rows_than_a_session_has_are_refused(bundle: Bundle) -> None:
 
 def test_weights_are_rounded_to_the_nearest() -> None:
     wide = np.array([1.0, 1 + 2**-9, 1 + 3 * 2**-9, -1 - 2**-8, np.inf], np.float32)
-    as_bf16 = (converted(wide, "BF16", "w").astype(np.uint32) << 16).view(np.float32)
+    as_bf16 = (narrowed(wide, "BF16", "w").astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_array_equal(as_bf16, np.array([1.0, 1.0, 1 + 2**-7, -1.0, np.inf], np.float32))
     with pytest.raises(EngineError, match="65504"):
-        converted(np.array([1e5], np.float32), "F16", "w")
+        narrowed(np.array([1e5], np.float32), "F16", "w")

@@ -9,8 +9,8 @@ import onnx_ir as ir
 import pytest
 from tiny_graphs import Layer, Sizes, drafter_context_model, drafter_model, target_model
 
-from dflash_engines.ort_cpu import GraphKind
 from dflash_engines.primitive_form import lower_primitive
+from dflash_runtime.bundle import GraphKind
 
 # (smallest, optimal, largest) of the tokens of a call and of the rows of a cache: two sizes of bucket in one profile
 TOKENS, CAPACITY = (1, 16, 64), (128, 256, 512)

@@ -171,10 +171,10 @@ class _HostMaker:
         self._block = np.random.default_rng(0).standard_normal(_BLOCK_ELEMENTS, dtype=np.float32)
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
-        from dflash_runtime.ort_cuda import converted
         from dflash_runtime.ort_fixed_graph import CUDA
+        from dflash_runtime.weights import narrowed
         from dflash_tools.random_bundle_weights import spread_of
 
         middle, deviation = spread_of(name, shape)
-        block = converted(self._block * np.float32(deviation) + np.float32(middle), dtype, name)
+        block = narrowed(self._block * np.float32(deviation) + np.float32(middle), dtype, name)
         return CUDA.put(np.resize(block, shape))
