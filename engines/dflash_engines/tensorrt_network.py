@@ -11,6 +11,7 @@ import onnx_ir as ir
 from dflash_engines.fused_form import lower_fused
 from dflash_engines.operator_check import check_graph
 from dflash_engines.passes.flat_matmul import FlatMatMulPass
+from dflash_engines.passes.fp32_residuals import Fp32ResidualsPass
 from dflash_engines.passes.retype_half import RetypeHalfPass
 from dflash_engines.passes.weight_inputs import WeightInput, WeightInputsPass
 from dflash_engines.primitive_form import lower_primitive
@@ -43,7 +44,7 @@ class Network:
 
 
 def make_network(model: ir.Model, kind: GraphKind, row: VersionRow, *, precision: str, capacity_rows: int,
-                 share_weights: bool) -> Network:
+                 share_weights: bool, fp32_residuals: bool = False) -> Network:
     """Prepares one portable graph for a TensorRT.
 
     Args:
@@ -53,6 +54,7 @@ def make_network(model: ir.Model, kind: GraphKind, row: VersionRow, *, precision
         precision: fp16 or bf16, what the engine computes in.
         capacity_rows: Rows of every cache; the fused form needs them fixed.
         share_weights: Weights become inputs; else they stay where they are and the engine holds a copy.
+        fp32_residuals: What layers add up is summed in fp32.
 
     Raises:
         EngineError: a precision TensorRT has no fused kernels for, or a graph this TensorRT does not take.
@@ -61,6 +63,8 @@ def make_network(model: ir.Model, kind: GraphKind, row: VersionRow, *, precision
         raise EngineError(f"TensorRT engines compute in {' or '.join(HALF_TYPES)}, not {precision}.")
     lowered = lower_fused(model) if row.form == "fused" else lower_primitive(model, kind)
     RetypeHalfPass(HALF_TYPES[precision])(lowered)
+    if fp32_residuals:
+        Fp32ResidualsPass()(lowered)
     FlatMatMulPass()(lowered)
     lifting = WeightInputsPass()
     if share_weights:

@@ -46,6 +46,8 @@ class EngineOptions:
     """`shared`: weights are inputs, one copy for all engines. `embedded`: each engine holds its own."""
     precision: str | None = None
     """fp16 or bf16; None for that of the bundle."""
+    fp32_residuals: bool = False
+    """Sum what layers add in fp32."""
     max_build_memory_bytes: int | None = None
     use_cache: bool = True
     """Take an engine that was built before for another bundle of the shape, and keep new ones for the next."""
@@ -96,6 +98,7 @@ class EnginePlan:
         return make_network(
             ir.load(self.bundle.file(file)), kind, self.row, precision=self.precision,  # type: ignore[arg-type]
             capacity_rows=self.capacity_rows, share_weights=self.options.weights_mode == "shared",
+            fp32_residuals=self.options.fp32_residuals,
         )  # fmt: skip
 
     def profiles(self, kind: str) -> list[EngineProfile]:

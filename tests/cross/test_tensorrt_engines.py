@@ -103,6 +103,15 @@ def test_embedded_weights_and_the_other_precision(bundle_of: Callable[[Pair], Bu
         build_engines(bundle, options(weights_mode="embedded", precision="fp16"))
 
 
+def test_residuals_in_fp32_on_request(bundle_of: Callable[[Pair], Bundle]) -> None:
+    bundle = bundle_of(FP16)
+    before = build_engines(bundle, options())
+    kept = build_engines(bundle, options(fp32_residuals=True))
+    # The drafter's context embeds nothing and has no stream: its engine is the same one.
+    assert kept.reused == ["drafter_context"]
+    assert {w.dtype for w in kept.record.engines[0].weights} == {w.dtype for w in before.record.engines[0].weights}
+
+
 def test_the_primitive_form(bundle_of: Callable[[Pair], Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
     """What TensorRT 10.3 is given, built by TensorRT-RTX: a short context reads a short cache."""
     monkeypatch.setattr(tensorrt_engines, "_installed", lambda backend: (row_for("tensorrt", "10.3"), "10.3"))

@@ -31,6 +31,7 @@ _ORT = ("ort-cpu", "ort-cuda")
               help="TensorRT: one copy of the weights for all engines, or one in each engine.")
 @click.option("--precision", type=click.Choice(["fp16", "bf16"]),
               help="TensorRT and ort-cuda: what is computed in. Default: the bundle's precision.")
+@click.option("--fp32-residuals", is_flag=True, help="TensorRT: sum in fp32 what layers add, in fp16 and bf16 engines.")
 @click.option("--compute-capability", "capabilities", multiple=True, metavar="X.Y",
               help="TensorRT-RTX: build for this kind of GPU, as 8.9; may be repeated. Default: the GPU here.")
 @click.option("--max-build-memory", type=MEMORY_SIZE, help="TensorRT: stop a build that takes more memory, as 2GB.")
@@ -67,6 +68,7 @@ def command(bundle: Path, backend: str, as_json: bool, capabilities: tuple[str, 
 def _refuse_tensorrt_options(backend: str, capabilities: tuple[str, ...], options: dict[str, Any]) -> None:
     given = ["--compute-capability"] if capabilities else []
     given += ["--block-size"] if options["block_sizes"] else []
+    given += ["--fp32-residuals"] if options["fp32_residuals"] else []
     names = ["max_build_memory"] if backend == "ort-cuda" else ["precision", "max_build_memory"]
     given += [f"--{name.replace('_', '-')}" for name in names if options[name] is not None]
     if given:
@@ -89,6 +91,7 @@ def _build_tensorrt(
             prefill_chunk_tokens=options["prefill_chunk"],
             weights_mode=options["weights"],
             precision=options["precision"],
+            fp32_residuals=options["fp32_residuals"],
             max_build_memory_bytes=options["max_build_memory"],
         )
         with ProgressLine() as progress:
