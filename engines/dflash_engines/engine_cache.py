@@ -14,7 +14,7 @@ from dflash_runtime.errors import BundleError
 
 
 class EngineCache:
-    """A folder of engines and of TensorRT's timing caches. It may be deleted at any time."""
+    """A folder of engines. It may be deleted at any time."""
 
     def __init__(self) -> None:
         self._root = cache_root() / "built-engines"
@@ -48,15 +48,6 @@ class EngineCache:
             write_text_atomically(self._facts(key), json.dumps(facts))
         except OSError:
             return  # a full or read-only home costs another build some day, nothing else
-
-    def timing_path(self, backend: str, tensorrt_version: str, compute_capability: str) -> Path | None:
-        """Where TensorRT keeps its kernel timings for one kind of GPU; None where nothing can be written."""
-        path = self._root / "timing" / f"{backend}-{tensorrt_version}-sm{compute_capability.replace('.', '')}.cache"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return None
-        return path
 
     def _engine(self, key: str) -> Path:
         return self._root / f"{key}.engine"

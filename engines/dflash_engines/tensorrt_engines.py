@@ -51,6 +51,8 @@ class BuiltEngines:
     """Device memory the weights take, each once; 0 where the engines hold them."""
     saved_bytes: int
     """Device memory that a copy of the weights in each engine would take on top."""
+    warnings: list[str]
+    """What the user should know, though the engines are good."""
 
 
 def check_buildable(options: EngineOptions, bundle_precision: str) -> None:
@@ -100,7 +102,7 @@ def build_engines(bundle: Bundle, options: EngineOptions, progress: Progress | N
         record = plan.record(engines, partial)
         record.write(partial)
         replace_folder(partial, folder)
-    return BuiltEngines(record, folder, reused, seconds, *plan.weight_bytes(engines))
+    return BuiltEngines(record, folder, reused, seconds, *plan.weight_bytes(engines), plan.warnings)
 
 
 def _build(plan: EnginePlan, network: Network, profiles: list[EngineProfile], key: str, target: Path, tell: Progress

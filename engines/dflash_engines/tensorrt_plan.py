@@ -15,10 +15,10 @@ import onnx_ir as ir
 
 from dflash_engines.build_process import FinishedBuild, run_build
 from dflash_engines.builder_memory import builder_peak_bytes
-from dflash_engines.engine_cache import EngineCache
 from dflash_engines.tensorrt_build import BuildOrder
 from dflash_engines.tensorrt_network import Network, make_network
 from dflash_engines.tensorrt_versions import VersionRow
+from dflash_engines.timing_cache import TimingCache
 from dflash_runtime.bundle import Bundle, file_facts
 from dflash_runtime.device_engine import (
     DEVICE_ENGINE_SCHEMA_VERSION,
@@ -92,6 +92,7 @@ class EnginePlan:
         self.chunk = options.prefill_chunk_tokens
         self.capacity_rows = manifest.max_context_tokens + max(largest, self.chunk)
         self.graphs = manifest.graph_files()
+        self.warnings: list[str] = []
 
     def network(self, kind: str, file: str) -> Network:
         """The network of one graph."""
@@ -137,15 +138,26 @@ class EnginePlan:
         onnx_path = self._onnx_path(network, target)
         try:
             onnx_path.write_bytes(network.onnx)
-            timing = None if self.options.backend == "tensorrt-rtx" else EngineCache().timing_path(
-                self.options.backend, self.tensorrt_version, self.compute_capability)  # fmt: skip
+            timings = self._timings()
+            timing_path = None if timings is None or timings.path is None else str(timings.path)
             order = BuildOrder(
-                self.options.backend, str(onnx_path), shapes, self.compute_capability,
-                None if timing is None else str(timing), str(target),
-            )  # fmt: skip
-            return run_build(order, self.options.max_build_memory_bytes, tell)
+                self.options.backend, str(onnx_path), shapes, self.compute_capability, timing_path, str(target)
+            )
+            finished = run_build(order, self.options.max_build_memory_bytes, tell)
+            if timings is not None:
+                timings.keep()
+            return finished
         finally:
             onnx_path.unlink(missing_ok=True)
+
+    def _timings(self) -> TimingCache | None:
+        """TensorRT-RTX times kernels when an engine is loaded, never when it is built."""
+        if self.options.backend == "tensorrt-rtx":
+            return None
+        timings = TimingCache(self.options.backend, self.tensorrt_version, self.compute_capability)
+        if timings.warning is not None:
+            self.warnings.append(timings.warning)
+        return timings
 
     def builder_peak_bytes(self, network: Network, profiles: Sequence[EngineProfile]) -> int:
         """About the most memory the build of a network has resident."""

@@ -31,6 +31,7 @@ def report_json(built: BuiltEngines) -> dict[str, Any]:
         "build_s": round(built.seconds, 1),
         "build_peak_bytes": record.build_peak_bytes,
         "reused": built.reused,
+        "warnings": built.warnings,
         "engines": [
             {
                 "kind": engine.kind,
@@ -64,5 +65,6 @@ def report_lines(built: BuiltEngines) -> list[str]:
         lines.append(f"  engines {bytes_text(record.engine_bytes)}, their own copies of the weights included")
     if built.seconds:
         lines.append(f"  built in {built.seconds:.1f} s, at most {bytes_text(record.build_peak_bytes)} of memory")
+    lines += [f"  Warning: {warning}" for warning in built.warnings]
     lines.append("  Built, not executed: no GPU has run these engines yet.")
     return lines
