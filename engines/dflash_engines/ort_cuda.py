@@ -17,6 +17,7 @@ from dflash_engines.passes.constant_reshape import ConstantReshapePass
 from dflash_engines.passes.cuda_attention import CudaAttentionPass
 from dflash_engines.passes.explicit_mask import ExplicitMaskPass
 from dflash_engines.passes.graph_reading import HALF_TYPES
+from dflash_engines.passes.position_tables import PositionTablesPass
 from dflash_engines.passes.retype_half import RetypeHalfPass
 from dflash_engines.passes.rms_norm import FuseRmsNormPass
 from dflash_engines.passes.rotary_embedding import FuseRotaryEmbeddingPass
@@ -115,6 +116,7 @@ def lower_model(model: ir.Model, kind: GraphKind, precision: str) -> ir.Model:
         ExplicitMaskPass(),
         ScatterRowsPass(),
         RowGatherPass(),
+        PositionTablesPass(),
         WeightInputsPass(),
         FuseTransposedMatMulPass(),
         ConstantReshapePass(),

@@ -12,6 +12,7 @@ from dflash_engines.fused_form import lower_fused
 from dflash_engines.operator_check import check_graph
 from dflash_engines.passes.flat_matmul import FlatMatMulPass
 from dflash_engines.passes.fp32_residuals import Fp32ResidualsPass
+from dflash_engines.passes.position_tables import PositionTablesPass
 from dflash_engines.passes.retype_half import RetypeHalfPass
 from dflash_engines.passes.weight_inputs import WeightInput, WeightInputsPass
 from dflash_engines.primitive_form import lower_primitive
@@ -65,6 +66,7 @@ def make_network(model: ir.Model, kind: GraphKind, row: VersionRow, *, precision
     RetypeHalfPass(HALF_TYPES[precision])(lowered)
     if fp32_residuals:
         Fp32ResidualsPass()(lowered)
+    PositionTablesPass()(lowered)
     FlatMatMulPass()(lowered)
     lifting = WeightInputsPass()
     if share_weights:
