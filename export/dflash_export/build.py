@@ -9,11 +9,14 @@ from pathlib import Path
 
 from dflash_export.build_plan import BuildPlan, TargetPlan
 from dflash_export.converted_places import convert_places
+from dflash_export.dequantize_nodes import linear_weights
 from dflash_export.drafter_build import trace_and_store_drafter
 from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import write_graph
 from dflash_export.hollow_model import causal_lm_class
 from dflash_export.match_weights import match_weights
+from dflash_export.quantization import choose_schemes
+from dflash_export.quantized_places import quantize_places
 from dflash_export.tap_rule import default_target_layer_ids
 from dflash_export.taps import select_taps
 from dflash_export.target_trace import TracedTarget, trace_target
@@ -64,14 +67,20 @@ def trace_and_store_target(
     spelling = {dtype: name for name, dtype in TORCH_DTYPES.items()}
     own = TORCH_DTYPES[plan.weight_dtype]
     islands = {name: spelling[dtype] for name, (dtype, _) in traced.parameters.items() if dtype != own}
-    stored = store_weights(root, TARGET_WEIGHTS, plan.places, plan.weight_dtype, progress, islands)
+    tables = {traced.embedding_weight, traced.head_weight}
+    linear = [name for name in linear_weights(traced.model) if name not in islands]
+    schemes, notes = choose_schemes(linear, tables, plan.quantize)
+    plan.notes.extend(notes)
+    places, quantized = quantize_places(plan.places, schemes, plan.weight_dtype)
+    stored = store_weights(root, TARGET_WEIGHTS, places, plan.weight_dtype, progress, islands)
+    stored = dataclasses.replace(stored, quantized=quantized)
     if layer_ids is None:
         taps = TapFacts(default_target_layer_ids(traced.num_layers), "default")
     else:
         taps = TapFacts(list(layer_ids), "drafter")
     select_taps(traced.model, taps.layer_ids, traced.hidden_size)
     facts = _target_facts(plan, traced)
-    write_graph(traced.model, stored.entries, root, TARGET_GRAPH)
+    write_graph(traced.model, stored.entries, root, TARGET_GRAPH, quantized)
     return facts, taps, stored
 
 
@@ -141,6 +150,7 @@ def first_manifest(plan: BuildPlan, root: Path, facts: TargetFacts, taps: TapFac
         files={},
         checks=[],
         provenance=provenance(),
+        quantized=stored.quantized,
     )
 
 

@@ -11,6 +11,7 @@ from dflash_export.catalog import CATALOG, drafter_template_args
 from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config
 from dflash_export.drafter_build import DrafterPlan, default_block_sizes, plan_drafter
 from dflash_export.match_weights import untie_if_stored_apart
+from dflash_export.quantization import QuantizeOptions
 from dflash_export.rope_limits import exact_context_limit
 from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
 from dflash_export.weight_store import PRECISIONS
@@ -35,6 +36,8 @@ class BuildOptions:
     gate: str = "auto"
     """`full`, `layers`, or `auto`: full where the model fits into free memory, else layer by layer."""
     local_files_only: bool = False
+    quantize: QuantizeOptions = QuantizeOptions()
+    """What becomes small integers."""
 
 
 @dataclasses.dataclass
@@ -48,6 +51,7 @@ class TargetPlan:
     notes: list[str]
     places: dict[str, TensorPlace] = dataclasses.field(default_factory=dict)
     """State-dict name -> tensor in the checkpoint, known after the trace."""
+    quantize: QuantizeOptions = QuantizeOptions()
 
     @property
     def weight_dtype(self) -> str:
@@ -76,7 +80,7 @@ def plan_target(options: BuildOptions) -> TargetPlan:
     if precision not in PRECISIONS:
         raise CheckpointError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}.")
     context = _context(config, options.max_context_tokens, notes)
-    return TargetPlan(checkpoint, config, precision, context, notes)
+    return TargetPlan(checkpoint, config, precision, context, notes, quantize=options.quantize)
 
 
 def _own_precision(checkpoint: Checkpoint) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from dflash_export.dequantized_weights import put_dequantized
+from dflash_export.quality import Logits, Perplexity, perplexity, text_windows
 from dflash_export.reference_run import Array, Step, StepOutputs, TargetReference
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
 from dflash_runtime.bundle import Manifest
@@ -31,6 +34,8 @@ class TargetEvidence:
     """fp32 greedy continuation of each prompt."""
     text_taps: Array
     """[rows, K*H] taps of the first prompt with its continuation: a real context for the drafter."""
+    perplexity: Perplexity | None = None
+    """What quantisation costs; None where nothing is quantised or there is no tokenizer."""
 
     def taps(self, outputs: StepOutputs, layer_ids: list[int]) -> Array:
         """Taps [S, K*H] of one call."""
@@ -51,30 +56,56 @@ def plan_steps(vocab_size: int, windows: list[int | None], max_context_tokens: i
     return [Step(p, [rng.randrange(vocab_size) for _ in range(n)]) for p, n in plan]
 
 
-def gather_target_evidence(folder: Path, manifest: Manifest, prompts: list[list[int]]) -> TargetEvidence:
+def gather_target_evidence(
+    folder: Path, manifest: Manifest, prompts: list[list[int]], root: Path | None = None
+) -> TargetEvidence:
     """Runs the checkpoint in PyTorch: the planned calls in fp32 and in the bundle's precision, then greedy text.
 
     Args:
         folder: The target's checkpoint.
         manifest: For precision, windows and context.
         prompts: Token ids to continue greedily, at least one.
+        root: The bundle, whose quantised weights take the place of the checkpoint's; None for one that has none.
     """
     windows = [tensor.window_tokens for tensor in manifest.target.graph.state]
     steps = plan_steps(manifest.target.vocab_size, windows, manifest.max_context_tokens)
     dtype = TORCH_DTYPES[PRECISIONS[manifest.precision]]
+    text = [] if root is None else text_windows(root / "tokenizer" / "tokenizer.json", *_limits(manifest))
+    original = perplexity(text, _logits(TargetReference.load(folder, torch.float32))) if text else None
     reference = TargetReference.load(folder, dtype)
     rounded = None
     if dtype is not torch.float32:
+        if root is not None:
+            put_dequantized(reference.model, root, manifest, dtype)
         rounded = [reference.run(step) for step in steps]
         reference.model.float()
+        reference.reset()
+    cost = None
+    if root is not None:
+        put_dequantized(reference.model, root, manifest, torch.float32)
+    if original is not None:
+        cost = Perplexity(sum(len(w) for w in text), original, perplexity(text, _logits(reference)))
         reference.reset()
     exact = [reference.run(step) for step in steps]
     room = max(1, min(GREEDY_TOKENS, manifest.max_context_tokens - max(len(p) for p in prompts)))
     continuations = [reference.greedy(prompt, room) for prompt in prompts]
     reference.reset()
-    text = reference.run(Step(0, (prompts[0] + continuations[0])[: manifest.max_context_tokens]))
-    taps = np.concatenate([text.hidden[i] for i in manifest.taps.layer_ids], axis=-1)
-    return TargetEvidence(steps, exact, rounded, prompts, continuations, taps)
+    said = reference.run(Step(0, (prompts[0] + continuations[0])[: manifest.max_context_tokens]))
+    taps = np.concatenate([said.hidden[i] for i in manifest.taps.layer_ids], axis=-1)
+    return TargetEvidence(steps, exact, rounded, prompts, continuations, taps, cost)
+
+
+def _limits(manifest: Manifest) -> tuple[int, int]:
+    return manifest.target.vocab_size, manifest.max_context_tokens
+
+
+def _logits(reference: TargetReference) -> Logits:
+    def run(ids: Sequence[int], position: int) -> Array:
+        if position == 0:
+            reference.reset()
+        return reference.run(Step(position, list(ids))).logits
+
+    return run
 
 
 def gate_prompts(tokenizer_file: Path, vocab_size: int) -> list[list[int]]:

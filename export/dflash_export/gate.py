@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import psutil
 import torch
 
 from dflash_export.build_plan import BuildPlan
+from dflash_export.dequantized_weights import check_rounding
 from dflash_export.drafter_gate import DrafterGate
 from dflash_export.evidence import TargetEvidence, gate_prompts, gather_target_evidence
 from dflash_export.layer_gate import LayerGate
 from dflash_export.parity import PrecisionPasses, check_target
-from dflash_export.tensor_files import ITEM_BYTES
+from dflash_export.quality import perplexity_row
 from dflash_export.weight_store import Progress
 from dflash_runtime.bundle import CheckRow, Manifest
 
@@ -28,7 +30,7 @@ def fits_memory(manifest: Manifest, wanted: str) -> bool:
         manifest: Of the bundle.
         wanted: `full`, `layers` or `auto`.
     """
-    fp32_bytes = sum(e.length_bytes // ITEM_BYTES[e.dtype] * 4 for e in manifest.weights.values())
+    fp32_bytes = sum(4 * math.prod(entry.shape) for entry in manifest.weights.values())
     free: int = psutil.virtual_memory().available
     return wanted == "full" or (wanted == "auto" and fp32_bytes * MEMORY_FACTORS[manifest.precision] < free)
 
@@ -52,12 +54,15 @@ def check_portable(
     if fits_memory(manifest, plan.options.gate):
         progress("check target", 0, 2)
         prompts = gate_prompts(root / "tokenizer" / "tokenizer.json", manifest.target.vocab_size)
-        evidence = gather_target_evidence(plan.target.checkpoint.folder, manifest, prompts)
+        evidence = gather_target_evidence(plan.target.checkpoint.folder, manifest, prompts, root if manifest.quantized else None)
         progress("check target", 1, 2)
         rows = check_target(root, manifest, evidence, passes)
+        if (cost := evidence.perplexity) is not None:
+            rows.append(perplexity_row("perplexity", cost.original, cost.quantized, cost.tokens, "quantised"))
         progress("check target", 2, 2)
     else:
         rows = LayerGate(root, manifest, plan.target.config, plan.target.places, passes).check(progress)
+    rows += check_rounding(root, manifest, plan.target.places, "target")
     if plan.drafter is not None:
         progress("check drafter", 0, 1)
         taps = torch.from_numpy(evidence.text_taps)[None] if evidence is not None else None

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 
+from dflash_export.dequantize_nodes import add_dequantize_nodes
 from dflash_export.weight_store import attach_weights
-from dflash_runtime.bundle import WeightEntry
+from dflash_runtime.bundle import QuantizedWeight, WeightEntry
 
 
-def write_graph(model: ir.Model, entries: dict[str, WeightEntry], root: Path, file: str) -> None:
+def write_graph(
+    model: ir.Model,
+    entries: dict[str, WeightEntry],
+    root: Path,
+    file: str,
+    quantized: Mapping[str, QuantizedWeight] | None = None,
+) -> None:
     """Writes one graph that refers to the bundle's weights.
 
     Args:
@@ -21,10 +29,12 @@ def write_graph(model: ir.Model, entries: dict[str, WeightEntry], root: Path, fi
         entries: The weight index.
         root: Bundle folder; weight files are already there.
         file: Name of the graph below it.
+        quantized: The weights that are held as small integers; the graph gets the nodes that give their values back.
 
     Raises:
         CheckpointError: a weight is missing or does not fit.
     """
+    add_dequantize_nodes(model, quantized or {}, entries)
     attach_weights(model, entries, root)
     ir.save(model, root / file)
     used = {entries[name].file for name in model.graph.initializers if name in entries}

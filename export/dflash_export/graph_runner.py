@@ -33,6 +33,8 @@ class GraphRunner:
         options = ort.SessionOptions()
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(root))
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # Quantised weights are to be dequantised as the graph says, not computed with in another way.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
         options.log_severity_level = 3
         self._bound = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in (weights or {}).items()}
         if self._bound:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dflash_runtime.errors import CheckpointError
 
@@ -27,7 +30,14 @@ ITEM_BYTES = {
     "F8_E4M3": 1,
     "F8_E5M2": 1,
 }
+FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100 << 20
+
+
+def stored_bytes(shape: Sequence[int], dtype: str) -> int:
+    """Bytes of a tensor in a file; U4 holds two integers in a byte."""
+    items = math.prod(shape)
+    return (items + 1) // 2 if dtype == "U4" else items * ITEM_BYTES[dtype]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,20 +5,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import onnx_ir as ir
 import torch
 
-from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
-from dflash_runtime.bundle import FileFacts, WeightEntry
+from dflash_export.quantized_places import QuantizedPart
+from dflash_export.tensor_files import FLOAT_DTYPES, TensorPlace, stored_bytes
+from dflash_runtime.bundle import FileFacts, QuantizedWeight, WeightEntry
 from dflash_runtime.errors import CheckpointError, OutputError
 
-TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TORCH_DTYPES = FLOAT_DTYPES
 PRECISIONS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-_IR_DTYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
+_IR_DTYPES = {
+    "F32": ir.DataType.FLOAT,
+    "F16": ir.DataType.FLOAT16,
+    "BF16": ir.DataType.BFLOAT16,
+    "U4": ir.DataType.UINT4,
+    "U8": ir.DataType.UINT8,
+}
 _CHUNK_BYTES = 1 << 22
 
 Progress = Callable[[str, int, int], None]
@@ -32,6 +38,7 @@ class StoredWeights:
     entries: dict[str, WeightEntry]
     file_name: str
     facts: FileFacts
+    quantized: dict[str, QuantizedWeight] = dataclasses.field(default_factory=dict)
 
 
 def store_weights(
@@ -44,7 +51,8 @@ def store_weights(
 ) -> StoredWeights:
     """Writes tensors into one safetensors file, converting on the way where the dtype differs.
 
-    At most one 4 MiB piece is in memory. Identical dtypes are copied byte for byte.
+    At most one 4 MiB piece is in memory. Identical dtypes are copied byte for byte; parts of quantised weights are
+    written as they are.
 
     Args:
         root: Bundle folder under construction.
@@ -58,11 +66,10 @@ def store_weights(
         CheckpointError: a tensor is not a plain float, or a value does not fit the dtype.
         OutputError: the disk is full or not writable.
     """
-    dtypes = dict(islands or {})
-    # Wide ones first, so that they are aligned; then matrices, then vectors: with no bias between them, the
-    # projections of one layer lie side by side, and an engine can read them as one.
-    places = dict(sorted(places.items(), key=lambda item: (item[0] not in dtypes, len(item[1].shape) < 2)))
-    dtypes |= {name: dtype for name in places if name not in dtypes}
+    parts = {name: place.dtype for name, place in places.items() if isinstance(place, QuantizedPart)}
+    islands = {name: own for name, own in (islands or {}).items() if name not in parts}
+    places = dict(sorted(places.items(), key=lambda item: (item[0] not in islands, _section(item[1]))))
+    dtypes = {name: parts.get(name) or islands.get(name) or dtype for name in places}
     head, entries, total = _lay_out(file_name, places, dtypes)
     digest = hashlib.sha256()
     done = 0
@@ -83,6 +90,17 @@ def store_weights(
     return StoredWeights(entries, file_name, FileFacts(len(head) + total, digest.hexdigest()))
 
 
+def _section(place: TensorPlace) -> int:
+    """Where in the file a tensor belongs: matrices, scales, vectors, zero points.
+
+    With no bias between them, the projections of one layer lie side by side, and so do their scales: an engine can
+    read them as one. Zero points may end in half a byte and come last, so that all else is aligned.
+    """
+    if isinstance(place, QuantizedPart) and place.role != "values":
+        return 1 if place.role == "scales" else 3
+    return 0 if len(place.shape) >= 2 else 2
+
+
 def _lay_out(
     file_name: str, places: Mapping[str, TensorPlace], dtypes: Mapping[str, str]
 ) -> tuple[bytes, dict[str, WeightEntry], int]:
@@ -90,20 +108,23 @@ def _lay_out(
     header: dict[str, dict[str, object]] = {}
     offset = 0
     for name, place in places.items():
-        if place.dtype not in TORCH_DTYPES:
+        if place.dtype not in TORCH_DTYPES and not isinstance(place, QuantizedPart):
             raise CheckpointError(
                 f"tensor {name} is stored as {place.dtype}: quantised checkpoints are not supported; "
                 "use the original half-precision one."
             )
-        length = math.prod(place.shape) * ITEM_BYTES[dtypes[name]]
-        header[name] = {"dtype": dtypes[name], "shape": list(place.shape), "data_offsets": [offset, offset + length]}
+        length = stored_bytes(place.shape, dtypes[name])
+        # The format has no integers of four bits: its readers see the bytes.
+        as_bytes = dtypes[name] == "U4"
+        kind, shape = ("U8", [length]) if as_bytes else (dtypes[name], list(place.shape))
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + length]}
         offset += length
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 64 + 56)  # data starts at a multiple of 64 bytes
     head = len(text).to_bytes(8, "little") + text
     entries, start = {}, len(head)
     for name, place in places.items():
-        length = math.prod(place.shape) * ITEM_BYTES[dtypes[name]]
+        length = stored_bytes(place.shape, dtypes[name])
         entries[name] = WeightEntry(file_name, start, length, dtypes[name], list(place.shape))
         start += length
     return head, entries, offset

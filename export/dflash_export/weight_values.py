@@ -16,7 +16,8 @@ from dflash_runtime.bundle import Manifest, WeightEntry
 
 def weights_as_float32(root: Path, manifest: Manifest, model: ir.Model) -> dict[str, npt.NDArray[Any]]:
     """fp32 copies of the weights a graph uses, by initializer name."""
-    used = [name for name in model.graph.initializers if name in manifest.weights]
+    weights = {name: entry for name, entry in manifest.weights.items() if entry.dtype in TORCH_DTYPES}
+    used = [name for name in model.graph.initializers if name in weights]
     return {name: read_weight(root, manifest.weights[name]).float().numpy() for name in used}
 
 

@@ -141,7 +141,28 @@ class WeightEntry:
     offset_bytes: int
     length_bytes: int
     dtype: str
+    """Safetensors spelling, and U4 for unsigned integers of four bits, two in a byte, the first in the low half."""
     shape: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeight:
+    """How a weight [out, in] is held as small unsigned integers: weight = (value - zero point) * scale.
+
+    The values lie in the weight index under the weight's own name. Signed values are stored with half their range
+    added, so that the zero point of a symmetric weight is 8 or 128; that is how ONNX Runtime's kernels read them.
+    """
+
+    bits: int
+    """4 or 8."""
+    group_size: int | None
+    """Inputs that share a scale, scales are [out, in / group_size]; None for one scale a row, scales are [out]."""
+    scales: str
+    """Name in the weight index."""
+    zero_points: str | None
+    """Name in the weight index, same shape as the scales; None where it is 8 or 128 throughout."""
+    origin: str
+    """`round-to-nearest`, or the format of the checkpoint it was taken from as it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +216,8 @@ class Manifest:
     files: dict[str, FileFacts]
     checks: list[CheckRow]
     provenance: Provenance
+    quantized: dict[str, QuantizedWeight] = dataclasses.field(default_factory=dict)
+    """The weights held as small integers, by name; the others are of the bundle's precision."""
 
     def graph_files(self) -> dict[GraphKind, str]:
         """File of each portable graph: target, then drafter_context and drafter where there is one."""
@@ -256,12 +279,13 @@ def _decode_record(kind: type, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise BundleError(f"{where} should be an object and is {type(data).__name__}.")
     hints = typing.get_type_hints(kind)
-    unknown, missing = sorted(data.keys() - hints.keys()), sorted(hints.keys() - data.keys())
+    optional = {f.name for f in dataclasses.fields(kind) if f.default_factory is not dataclasses.MISSING}
+    unknown, missing = sorted(data.keys() - hints.keys()), sorted(hints.keys() - data.keys() - optional)
     if unknown:
         raise BundleError(f"{where} has unknown keys {unknown}. A newer dflash-export wrote it: update.")
     if missing:
         raise BundleError(f"{where} lacks the keys {missing}. Copy or build the bundle again.")
-    return kind(**{key: decode(hints[key], data[key], f"{where}.{key}") for key in hints})
+    return kind(**{key: decode(hints[key], data[key], f"{where}.{key}") for key in hints if key in data})
 
 
 @dataclasses.dataclass(frozen=True)

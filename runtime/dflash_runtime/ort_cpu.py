@@ -12,7 +12,7 @@ import onnxruntime as ort
 from dflash_runtime.bundle import Bundle, GraphFacts, StateTensor
 from dflash_runtime.engine_record import EngineRecord, engine_folder, open_engine
 from dflash_runtime.errors import BackendError, EngineError
-from dflash_runtime.weights import MappedWeights
+from dflash_runtime.weights import MappedWeights, weights_given_by_name
 
 _PROVIDER = "CPUExecutionProvider"
 _KINDS = ("kv", "windowed_kv")
@@ -126,9 +126,7 @@ class _Opener:
         # What target and drafter share is given to each session by name, and so is what must be widened: the
         # same memory for all. ONNX Runtime reads the rest itself and lets go of what it has packed.
         self.mapped = MappedWeights(bundle)
-        names = {bundle.manifest.target.embedding_weight, bundle.manifest.target.head_weight}
-        if record.upcast:
-            names |= {name for name, entry in bundle.manifest.weights.items() if entry.dtype in ("F16", "BF16")}
+        names = weights_given_by_name(bundle.manifest, widened=record.upcast)
         self.weights = {n: ort.OrtValue.ortvalue_from_numpy(self.mapped.float32(n)) for n in names}
 
     def open(self, file: str) -> ort.InferenceSession:
@@ -141,8 +139,10 @@ class _Opener:
         weights_root = str(self._bundle.path.resolve())
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", weights_root)
         if self._record.upcast:
-            # Packing the matrices for speed would hold a second copy of what is widened already.
-            options.add_session_config_entry("session.disable_prepacking", "1")
+            # Packing the matrices for speed would hold a second copy of what is widened already; the kernels of
+            # quantised ones compute nothing fast without it, and free what they have packed.
+            if not self._bundle.manifest.quantized:
+                options.add_session_config_entry("session.disable_prepacking", "1")
             # Weights that constants are folded from must be there before the graph is optimised.
             folded = self._record.folded_weights.get(file, [])
             options.add_external_initializers(folded, [self.weights[n] for n in folded])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dflash_runtime.bundle import Bundle
+from dflash_runtime.bundle import Bundle, Manifest, QuantizedWeight, WeightEntry
 from dflash_runtime.errors import BundleError, EngineError
 
 # BF16 has no NumPy type: its bits are the upper half of a float32.
@@ -20,6 +20,7 @@ class MappedWeights:
 
     def __init__(self, bundle: Bundle) -> None:
         self._entries = bundle.manifest.weights
+        self._quantized = bundle.manifest.quantized
         self._files: dict[str, mmap.mmap] = {}
         for name in sorted({entry.file for entry in self._entries.values()}):
             with bundle.file(name).open("rb") as stream:
@@ -35,17 +36,71 @@ class MappedWeights:
         if entry is None or entry.dtype not in STORED:
             what = "is not in the bundle" if entry is None else f"has dtype {entry.dtype}"
             raise BundleError(f"Weight {name!r} {what}. Copy or build the bundle again.")
-        count = int(np.prod(entry.shape, dtype=np.int64))
-        stored = np.frombuffer(self._files[entry.file], STORED[entry.dtype], count, entry.offset_bytes)
+        stored = self._stored(entry)
         if entry.dtype == "BF16":
             stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return stored.astype(np.float32, copy=False).reshape(entry.shape)
+
+    def dequantized(self, name: str) -> npt.NDArray[Any]:
+        """A weight of the manifest's `quantized` in float32, (value - zero point) * scale, as a new array."""
+        facts = self._quantized[name]
+        zero_points = None if facts.zero_points is None else self.integers(facts.zero_points)
+        return dequantize(self.integers(name), self.float32(facts.scales), zero_points, facts)
+
+    def integers(self, name: str) -> npt.NDArray[Any]:
+        """Values or zero points, one in a byte; a copy where the bundle holds two in a byte."""
+        entry = self._entries[name]
+        stored = np.frombuffer(self._files[entry.file], np.uint8, entry.length_bytes, entry.offset_bytes)
+        return unpacked(stored, entry)
+
+    def _stored(self, entry: WeightEntry) -> npt.NDArray[Any]:
+        count = int(np.prod(entry.shape, dtype=np.int64))
+        return np.frombuffer(self._files[entry.file], STORED[entry.dtype], count, entry.offset_bytes)
 
     def drop_pages(self) -> None:
         """Gives back the memory of what has been read so far; it is read again where it is needed."""
         if hasattr(mmap, "MADV_DONTNEED"):
             for file in self._files.values():
                 file.madvise(mmap.MADV_DONTNEED)
+
+
+def unpacked(stored: npt.NDArray[Any], entry: WeightEntry) -> npt.NDArray[Any]:
+    """Bytes of a U8 or U4 weight as unsigned integers, one in a byte, in the weight's shape."""
+    if entry.dtype == "U4":
+        stored = np.stack([stored & 15, stored >> 4], axis=-1).reshape(-1)[: int(np.prod(entry.shape))]
+    return stored.reshape(entry.shape)
+
+
+def dequantize(
+    values: npt.NDArray[Any], scales: npt.NDArray[Any], zero_points: npt.NDArray[Any] | None, facts: QuantizedWeight
+) -> npt.NDArray[Any]:
+    """(value - zero point) * scale in float32.
+
+    Args:
+        values: Unsigned integers [out, in].
+        scales: float32 [out, in / group_size], or [out].
+        zero_points: Shape of the scales; None where it is the middle of the range throughout.
+        facts: For bits and group size.
+    """
+    group = facts.group_size or values.shape[1]
+    grouped = values.reshape(values.shape[0], -1, group).astype(np.float32)
+    middle = np.float32(1 << (facts.bits - 1))
+    grouped -= middle if zero_points is None else zero_points.reshape(values.shape[0], -1, 1).astype(np.float32)
+    grouped *= scales.reshape(values.shape[0], -1, 1)
+    return grouped.reshape(values.shape)
+
+
+def weights_given_by_name(manifest: Manifest, *, widened: bool) -> set[str]:
+    """Float weights a session of ONNX Runtime is given by name, so that all sessions share them.
+
+    Args:
+        manifest: Of the bundle.
+        widened: Execution is in float32 and half-precision weights must be widened first.
+    """
+    names = {manifest.target.embedding_weight, manifest.target.head_weight} - manifest.quantized.keys()
+    if widened:
+        names |= {name for name, entry in manifest.weights.items() if entry.dtype in ("F16", "BF16")}
+    return names
 
 
 def narrowed(wide: npt.NDArray[Any], dtype: str, name: str) -> npt.NDArray[Any]:

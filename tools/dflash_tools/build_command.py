@@ -22,6 +22,32 @@ TENSORRT = ("tensorrt", "tensorrt-rtx")
     "--precision", type=click.Choice(["fp32", "fp16", "bf16"]), help="Of the weights. [default: the checkpoint's own]"
 )
 @click.option(
+    "--quantize",
+    type=click.Choice(["keep", "int8", "int4"]),
+    default="keep",
+    show_default=True,
+    help="Round the matrices of the target's layers: int8 with a scale a channel, int4 with one a group of inputs.",
+)
+@click.option(
+    "--quantize-head",
+    type=click.Choice(["keep", "int8", "int4"]),
+    default="keep",
+    show_default=True,
+    help="The same for the output head, and for the embedding where it is the same table.",
+)
+@click.option(
+    "--quantize-drafter",
+    type=click.Choice(["keep", "int8", "int4"]),
+    default="keep",
+    show_default=True,
+    help="The same for the drafter's own matrices.",
+)
+@click.option(
+    "--group-size", type=click.Choice(["32", "64", "128"]), default="32", show_default=True,
+    help="int4: inputs that share a scale.",
+)
+@click.option("--asymmetric", is_flag=True, help="int4: a zero point for each group.")
+@click.option(
     "--block-size",
     "block_sizes",
     type=int,
@@ -66,6 +92,11 @@ def command(
     drafter: str | None,
     out: Path | None,
     precision: str | None,
+    quantize: str,
+    quantize_head: str,
+    quantize_drafter: str,
+    group_size: str,
+    asymmetric: bool,
     block_sizes: tuple[int, ...],
     max_context: int | None,
     template_args: tuple[str, ...],
@@ -83,6 +114,7 @@ def command(
     with needs_extra("export"):
         from dflash_engines.tensorrt_plan import EngineOptions
         from dflash_export.build_plan import BuildOptions
+        from dflash_export.quantization import quantize_options
         from dflash_tools.pipeline import build
     options = BuildOptions(
         target=target,
@@ -92,6 +124,9 @@ def command(
         max_context_tokens=max_context,
         template_args=arguments,
         gate=gate,
+        quantize=quantize_options(
+            quantize, quantize_head, quantize_drafter, int(group_size), symmetric=not asymmetric
+        ),
     )
     engines = [EngineOptions(backend, one) for one in capabilities or (None,)] if backend in TENSORRT else []
     if capabilities and not engines:

@@ -35,6 +35,8 @@ _ORT = ("ort-cpu", "ort-cuda")
 @click.option("--compute-capability", "capabilities", multiple=True, metavar="X.Y",
               help="TensorRT-RTX: build for this kind of GPU, as 8.9; may be repeated. Default: the GPU here.")
 @click.option("--max-build-memory", type=MEMORY_SIZE, help="TensorRT: stop a build that takes more memory, as 2GB.")
+@click.option("--activations", type=click.Choice(["int8", "fp32"]),
+              help="ort-cpu, quantised weights: what their products round activations to. Default: int8.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(bundle: Path, backend: str, as_json: bool, capabilities: tuple[str, ...], **options: Any) -> None:
     """Makes what a backend executes from BUNDLE's portable graphs. Needs neither torch nor Transformers.
@@ -44,6 +46,8 @@ def command(bundle: Path, backend: str, as_json: bool, capabilities: tuple[str, 
     without a GPU too.
     """
     opened = Bundle.open(bundle)
+    if options["activations"] is not None and (backend != "ort-cpu" or not opened.manifest.quantized):
+        raise click.UsageError("--activations is for ort-cpu and bundles with quantised weights.")
     if backend in _TENSORRT:
         _build_tensorrt(opened, backend, capabilities, options, as_json)
         return
@@ -53,7 +57,7 @@ def command(bundle: Path, backend: str, as_json: bool, capabilities: tuple[str, 
     if backend == "ort-cuda":
         ort_cuda.lower_bundle(opened.path, options["precision"])
     else:
-        ort_cpu.lower_bundle(opened.path)
+        ort_cpu.lower_bundle(opened.path, activations=options["activations"] or ort_cpu.DEFAULT_ACTIVATIONS)
     record = open_engine(opened, backend)
     folder = engine_folder(opened, backend)
     if as_json:

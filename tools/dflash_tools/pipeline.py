@@ -25,7 +25,7 @@ from dflash_export.staging import check_output_place, clear_leftovers, staged_fo
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle, CheckRow, Manifest, write_text_atomically
 from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.session import Session
-from dflash_tools.lowered_check import check_fused, check_lowered
+from dflash_tools.lowered_check import check_fused, check_lowered, check_perplexity
 
 Progress = Callable[[str, int, int], None]
 CHECKED_TOKENS = 24
@@ -73,7 +73,12 @@ def build(
                 progress("check lowered", 0, 1)
                 rows += check_lowered(Bundle.open(root, check_files=False), backend)
                 require_passed(rows)
-                rows += check_tokens(root, manifest, backend, evidence.prompts, evidence.continuations)
+                if (cost := evidence.perplexity) is not None:
+                    rows.append(check_perplexity(Bundle.open(root, check_files=False), backend, cost.original))
+                texts = evidence.prompts, evidence.continuations
+                # Rounded activations may say another token than PyTorch; every way of decoding must say the same.
+                texts = _plain_texts(root, manifest, backend) if manifest.quantized else texts
+                rows += check_tokens(root, manifest, backend, *texts)
                 progress("check lowered", 1, 1)
         engines = []
         if engine_options:
@@ -145,8 +150,8 @@ def _passes(backend: str) -> PrecisionPasses:
 
 
 def lower_target_part(model: ir.Model) -> ir.Model:
-    """Lowers a piece of a target graph as the whole graph is lowered."""
-    return lower_model(model, "target")
+    """Lowers a piece of a target graph as the whole graph is lowered, with nothing rounded on the way."""
+    return lower_model(model, "target", activations="fp32")
 
 
 def _lower(root: Path, progress: Progress) -> None:

@@ -10,13 +10,15 @@ from dflash_engines.passes.graph_reading import dims, made_by
 from dflash_engines.passes.graph_writing import MICROSOFT_DOMAIN, emit, remove_dead_nodes
 
 _PLAIN_PRODUCT = {"alpha": 1.0, "transA": 0, "transB": 1}
+_KINDS = (ir.DataType.FLOAT, ir.DataType.UINT8)
 
 
 class PackProjectionsPass(ir.passes.InPlacePass):
-    """Three FusedMatMul (and Add of a bias) of one input -> one, whose result GroupQueryAttention reads as it is.
+    """Three FusedMatMul or MatMulNBits (and Add of a bias) of one input -> one that GroupQueryAttention reads as it is.
 
     The packed weight is the span of the file that holds the three, so nothing is copied. Weights that are not stored
-    in fp32 are bound by name when a session opens, one by one; they are left alone. So are projections with anything
+    in fp32 are bound by name when a session opens, one by one; they are left alone, except that the scales of
+    quantised ones are put together then. So are projections with anything
     else, as a norm or a rotation of its own, between product and attention.
     """
 
@@ -41,15 +43,40 @@ def _packed(kernel: ir.Node) -> ir.Value | None:
     biased = biases != [None] * 3
     x = products[0].inputs[0] if len(products) == 3 else None
     shape = dims(x)
-    if x is None or shape is None or any(product.inputs[0] is not x for product in products):
+    if x is None or shape is None or any(product.inputs[0] is not x for product in products) or not _alike(products):
         return None
-    weight = _joined(kernel, [product.inputs[1] for product in products])
     bias = _joined(kernel, biases) if biased else None
-    if weight is None or (biased and bias is None):
+    weight = None if biased and bias is None else _joined(kernel, [product.inputs[1] for product in products])
+    if weight is None:
         return None
     shape = [*shape[:-1], *(dims(weight) or [])[:1]]
-    rows = emit(kernel, "FusedMatMul", [x, weight], _PLAIN_PRODUCT, domain=MICROSOFT_DOMAIN, shape=shape)
+    rows = _product(kernel, products, x, weight, shape)
     return rows if bias is None else emit(kernel, "Add", [rows, bias], shape=shape)
+
+
+def _product(
+    kernel: ir.Node, products: list[ir.Node], x: ir.Value, weight: ir.Value, shape: list[int | str]
+) -> ir.Value:
+    first, domain = products[0], MICROSOFT_DOMAIN
+    if first.op_type == "FusedMatMul":
+        return emit(kernel, "FusedMatMul", [x, weight], _PLAIN_PRODUCT, domain=domain, shape=shape)
+    parts = [list(part) for part in zip(*(product.inputs[2:] for product in products), strict=True)]
+    joined = [_joined(kernel, part) or emit(kernel, "Concat", part, {"axis": 0}) for part in parts]
+    attributes = {name: attribute.value for name, attribute in first.attributes.items()}
+    attributes["N"] = shape[-1]
+    return emit(kernel, "MatMulNBits", [x, weight, *joined], attributes, domain=domain, shape=shape)
+
+
+def _alike(products: list[ir.Node]) -> bool:
+    """Whether products are of one kind, so that one can do the work of all."""
+    first = products[0]
+    names = first.attributes.keys() - {"N"}
+    return all(
+        product.op_type == first.op_type
+        and len(product.inputs) == len(first.inputs)
+        and all(product.attributes[name].value == first.attributes[name].value for name in names)
+        for product in products
+    )
 
 
 def _product_and_bias(value: ir.Value | None) -> tuple[ir.Node | None, ir.Value | None]:
@@ -62,7 +89,11 @@ def _product_and_bias(value: ir.Value | None) -> tuple[ir.Node | None, ir.Value 
             return None, None
         bias = stored[0]
         value = add.inputs[1 if add.inputs[0] is bias else 0]
-    product = made_by(value, "FusedMatMul", MICROSOFT_DOMAIN) if _is_read_once(value) else None
+    if not _is_read_once(value):
+        return None, None
+    if (quantized := made_by(value, "MatMulNBits", MICROSOFT_DOMAIN)) is not None:
+        return quantized, bias
+    product = made_by(value, "FusedMatMul", MICROSOFT_DOMAIN)
     plain = product is not None and all(product.attributes[name].value == n for name, n in _PLAIN_PRODUCT.items())
     return (product, bias) if plain else (None, None)
 
@@ -83,15 +114,15 @@ def _joined(kernel: ir.Node, parts: Sequence[ir.Value | None]) -> ir.Value | Non
     columns, rows, end = first.shape.numpy()[1:], 0, first.offset or 0
     for tensor in stored:
         # A half that is only typed fp32 is shorter than its type says.
-        whole = tensor.dtype == ir.DataType.FLOAT and tensor.length == tensor.nbytes
+        whole = tensor.dtype == first.dtype and first.dtype in _KINDS and tensor.length == tensor.nbytes
         here = (tensor.location, tensor.base_dir, tensor.offset or 0) == (first.location, first.base_dir, end)
         if not whole or not here or tensor.shape.numpy()[1:] != columns:
             return None
         rows, end = rows + tensor.shape.numpy()[0], end + tensor.nbytes
     name, shape, start = f"{first.name}.packed", ir.Shape([rows, *columns]), first.offset or 0
     span = ir.ExternalTensor(
-        first.location, start, end - start, ir.DataType.FLOAT, shape=shape, name=name, base_dir=first.base_dir
+        first.location, start, end - start, first.dtype, shape=shape, name=name, base_dir=first.base_dir
     )
-    value = ir.Value(name=name, shape=shape, type=ir.TensorType(ir.DataType.FLOAT), const_value=span)
+    value = ir.Value(name=name, shape=shape, type=ir.TensorType(first.dtype), const_value=span)
     graph.register_initializer(value)
     return value

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from dflash_engines.passes.graph_reading import HALF_TYPES
 
-_TYPE_ATTRIBUTES = ("to", "dtype", "output_datatype", "softmax_precision")
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_datatype", "output_dtype", "softmax_precision")
 
 
 class RetypeHalfPass(ir.passes.InPlacePass):

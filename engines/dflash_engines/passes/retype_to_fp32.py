@@ -8,7 +8,7 @@ import onnx_ir as ir
 from dflash_engines.passes.graph_reading import HALF_TYPES
 from dflash_engines.passes.graph_writing import remove_dead_nodes
 
-_TYPE_ATTRIBUTES = ("to", "dtype", "output_datatype")
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_datatype", "output_dtype")
 
 
 class RetypeToFp32Pass(ir.passes.InPlacePass):

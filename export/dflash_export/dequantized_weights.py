@@ -1,0 +1,95 @@
+"""Quantised weights of a bundle as floats again, and how far they are from what they were rounded from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dflash_export.quantized_places import float_rows
+from dflash_export.tensor_files import TensorPlace, stored_bytes
+from dflash_export.weight_values import read_weight
+from dflash_runtime.bundle import CheckRow, Manifest, WeightEntry
+from dflash_runtime.weights import dequantize, unpacked
+
+CLIPPED_STEPS = 1.02
+"""How many steps a rounded weight may be off: half a one, a whole one at the end of the range that a symmetric int4
+has one value less at, and what rounding the scale to half precision adds there."""
+
+
+def read_float_weight(root: Path, manifest: Manifest, name: str, rows: slice | None = None) -> Tensor:
+    """One weight of a bundle: in its stored dtype, or (value - zero point) * scale in fp32 where it is quantised.
+
+    Args:
+        root: The bundle.
+        manifest: Its manifest.
+        name: In the weight index.
+        rows: Some of its rows; None for all.
+    """
+    facts = manifest.quantized.get(name)
+    entry = manifest.weights[name]
+    if facts is None:
+        return read_weight(root, entry)[rows or slice(None)]
+    start, stop, _ = (rows or slice(None)).indices(entry.shape[0])
+    zero_points = None if facts.zero_points is None else _integers(root, manifest.weights[facts.zero_points])[start:stop]
+    scales = read_weight(root, manifest.weights[facts.scales])[start:stop].float().numpy()
+    return torch.from_numpy(dequantize(_integers(root, entry, start, stop), scales, zero_points, facts))
+
+
+def _integers(root: Path, entry: WeightEntry, start: int = 0, stop: int | None = None) -> Any:
+    """Values or zero points of the rows from `start` to `stop`, one in a byte."""
+    whole = start == 0 and stop in (None, entry.shape[0])
+    shape = entry.shape if whole else [(stop or entry.shape[0]) - start, *entry.shape[1:]]
+    skipped = 0 if whole else stored_bytes([start, *entry.shape[1:]], entry.dtype)
+    count = stored_bytes(shape, entry.dtype)
+    stored = np.fromfile(root / entry.file, np.uint8, count, offset=entry.offset_bytes + skipped)
+    return unpacked(stored, WeightEntry(entry.file, 0, count, entry.dtype, shape))
+
+
+def put_dequantized(module: nn.Module, root: Path, manifest: Manifest, dtype: torch.dtype) -> None:
+    """Gives the target's module the values its quantised weights have, rounded to `dtype`."""
+    with torch.no_grad():
+        for name in manifest.quantized:
+            parameter = dict(module.named_parameters()).get(name) if not name.startswith("drafter.") else None
+            if parameter is not None:
+                parameter.copy_(read_float_weight(root, manifest, name).to(dtype))
+
+
+def check_rounding(root: Path, manifest: Manifest, places: Mapping[str, TensorPlace], covered: str) -> list[CheckRow]:
+    """Compares quantised weights with the checkpoint, in steps of their scale, some rows at a time.
+
+    Args:
+        root: The bundle.
+        manifest: Its manifest.
+        places: Bundle name -> float tensor of the checkpoint.
+        covered: What the weights belong to, in words.
+
+    Returns:
+        One row, or none where nothing was rounded here.
+    """
+    worst, count = 0.0, 0
+    for name, facts in manifest.quantized.items():
+        if name not in places:
+            continue
+        count += 1
+        for first, rows in _numbered(float_rows(places[name])):
+            part = slice(first, first + len(rows))
+            scales = read_weight(root, manifest.weights[facts.scales])[part].float().reshape(len(rows), -1, 1)
+            found = read_float_weight(root, manifest, name, part)
+            apart = (found - rows.float()).abs().reshape(len(rows), scales.shape[1], -1)
+            worst = max(worst, float((apart / scales.abs().clamp(min=torch.finfo(torch.float32).tiny)).max()))
+    if not count:
+        return []
+    words = f"{count} matrices of the {covered}, in steps of their scale"
+    return [CheckRow("quantised", "weights", worst, CLIPPED_STEPS, worst <= CLIPPED_STEPS, words)]
+
+
+def _numbered(pieces: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    first = 0
+    for rows in pieces:
+        yield first, rows
+        first += len(rows)
