@@ -33,6 +33,13 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "pipeline",
     "tiny_configs",
 } | {
+    "debug_graphs",
+    "ort_probe",
+    "portable_reference",
+    "reference_building",
+    "torch_oracle",
+    "validate_bisect",
+} | {
     "answer_attention",
     "answer_batch",
     "answer_linear",
@@ -50,6 +57,7 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "training_processes",
     "training_run",
     "training_schedule",
+    "training_start",
     "training_taps",
     "training_target",
 }
@@ -119,7 +127,8 @@ def test_every_engines_module_imports_where_torch_is_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "build", "add-drafter", "engines", "run", "inspect", "make-data", "train-drafter"]
+    "command",
+    ["", "build", "add-drafter", "engines", "run", "inspect", "validate", "reference", "make-data", "train-drafter"],
 )
 def test_help_works_with_the_base_install(command: str) -> None:
     arguments = [*([command] if command else []), "--help"]

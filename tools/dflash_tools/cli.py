@@ -15,6 +15,8 @@ SUBCOMMANDS = {
     "engines": "dflash_tools.engines_command",
     "run": "dflash_tools.run_command",
     "inspect": "dflash_tools.inspect_command",
+    "validate": "dflash_tools.validate_command",
+    "reference": "dflash_tools.reference_command",
     "doctor": "dflash_tools.doctor_command",
     "make-data": "dflash_tools.make_data_command",
     "train-drafter": "dflash_tools.train_command",
