@@ -84,6 +84,7 @@ def write_with_drafter(
             _link(bundle.file(name), root / name)
             facts[name] = old.files[name]
     weights = {n: e for n, e in old.weights.items() if not n.startswith("drafter.")}
+    quantized = {n: facts for n, facts in old.quantized.items() if not n.startswith("drafter.")}
     model = ir.load(bundle.file(old.target.graph.file))
     taps = TapFacts(list(plan.config.target_layer_ids), "drafter")
     select_taps(model, taps.layer_ids, old.target.hidden_size)
@@ -100,7 +101,8 @@ def write_with_drafter(
         taps=taps,
         text=dataclasses.replace(old.text, template_args={**known, **old.text.template_args, **(template_args or {})}),
         weights=weights,
-        checks=[row for row in old.checks if row.stage in ("portable", "precision") and "draft" not in row.tensor],
+        quantized=quantized,
+        checks=[row for row in old.checks if row.stage in ("portable", "precision", "quality", "quantised") and "draft" not in row.tensor],
         provenance=provenance(),
     )
     manifest, more = trace_and_store_drafter(plan, root, manifest, progress)

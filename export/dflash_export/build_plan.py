@@ -154,8 +154,11 @@ def plan_build(options: BuildOptions) -> BuildPlan:
         drafter = plan_drafter(
             reference, target.checkpoint.folder, target.config, options.block_sizes, options.local_files_only
         )
+        drafter = dataclasses.replace(drafter, scheme=options.quantize.drafter)
         target.max_context_tokens = _fit_drafter_context(target, drafter, options)
         target.notes.extend(drafter.config.notes)
+    elif options.quantize.drafter is not None:
+        raise CheckpointError("--quantize-drafter is given and there is no drafter. Give --drafter, or leave it at keep.")
     else:
         why = f": {entry.note}" if entry and entry.note else ""
         target.notes.append(f"no drafter{why}; the bundle decodes plainly until one is added with add-drafter")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+from torch import Tensor
 
 from dflash_runtime.bundle import QuantizedWeight, WeightEntry
 
@@ -76,6 +77,28 @@ def add_dequantize_nodes(
         weight.type = ir.TensorType(integers)
         node = ir.node("DequantizeLinear", [weight, scales, zero_points], attributes, outputs=[result])
         graph.insert_before(first, node)
+
+
+def put_float_rows(model: ir.Model, name: str, rows: Tensor) -> None:
+    """Puts some rows of a quantised table, as floats inside the graph, in the place of the dequantised whole.
+
+    Args:
+        model: A graph with the table's DequantizeLinear; changed in place.
+        name: The table.
+        rows: [n, in], converted to the type the graph computes in.
+    """
+    graph = model.graph
+    node = next(node for node in graph if node.op_type == "DequantizeLinear" and node.inputs[0] is not None
+                and node.inputs[0].name == name)
+    whole = node.outputs[0]
+    assert whole.dtype is not None
+    tensor = ir.Tensor(rows.float().numpy().astype(whole.dtype.numpy()), name=f"{name}.rows")
+    value = ir.Value(name=tensor.name, shape=tensor.shape, type=whole.type, const_value=tensor)
+    graph.register_initializer(value)
+    ir.convenience.replace_all_uses_with(whole, value)
+    graph.remove(node, safe=True)
+    for unread in [v for v in graph.initializers.values() if not v.uses()]:
+        del graph.initializers[str(unread.name)]
 
 
 def _hollow(graph: ir.Graph, name: str, shape: list[int], dtype: ir.DataType) -> ir.Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from dflash_export.weight_values import read_weight
 from dflash_runtime.bundle import CheckRow, Manifest, WeightEntry
 from dflash_runtime.weights import dequantize, unpacked
 
-CLIPPED_STEPS = 1.02
-"""How many steps a rounded weight may be off: half a one, a whole one at the end of the range that a symmetric int4
-has one value less at, and what rounding the scale to half precision adds there."""
+_CLIPPED_STEPS = {bits: 1 + 2.0 ** (bits - 9) for bits in (4, 8)}
+"""How many steps of its scale a rounded weight may be off: half a one, a whole one at the end of the range that a
+symmetric weight has one value less at, and there what rounding the scale to bf16 adds."""
 
 
 def read_float_weight(root: Path, manifest: Manifest, name: str, rows: slice | None = None) -> Tensor:
@@ -38,6 +38,15 @@ def read_float_weight(root: Path, manifest: Manifest, name: str, rows: slice | N
     zero_points = None if facts.zero_points is None else _integers(root, manifest.weights[facts.zero_points])[start:stop]
     scales = read_weight(root, manifest.weights[facts.scales])[start:stop].float().numpy()
     return torch.from_numpy(dequantize(_integers(root, entry, start, stop), scales, zero_points, facts))
+
+
+def read_float_rows(root: Path, manifest: Manifest, name: str, rows: Sequence[int] | None) -> Tensor:
+    """Chosen rows of a weight, ascending, as `read_float_weight` gives them; None for all."""
+    if rows is None:
+        return read_float_weight(root, manifest, name)
+    starts = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1] + 1]
+    runs = [slice(rows[a], rows[b - 1] + 1) for a, b in zip(starts, [*starts[1:], len(rows)], strict=True)]
+    return torch.cat([read_float_weight(root, manifest, name, run) for run in runs])
 
 
 def _integers(root: Path, entry: WeightEntry, start: int = 0, stop: int | None = None) -> Any:
@@ -69,23 +78,25 @@ def check_rounding(root: Path, manifest: Manifest, places: Mapping[str, TensorPl
         covered: What the weights belong to, in words.
 
     Returns:
-        One row, or none where nothing was rounded here.
+        A row for each number of bits; none where nothing was rounded here.
     """
-    worst, count = 0.0, 0
-    for name, facts in manifest.quantized.items():
-        if name not in places:
-            continue
-        count += 1
+    worst: dict[int, float] = {}
+    rounded = {name: facts for name, facts in manifest.quantized.items() if name in places}
+    for name, facts in rounded.items():
         for first, rows in _numbered(float_rows(places[name])):
             part = slice(first, first + len(rows))
             scales = read_weight(root, manifest.weights[facts.scales])[part].float().reshape(len(rows), -1, 1)
             found = read_float_weight(root, manifest, name, part)
             apart = (found - rows.float()).abs().reshape(len(rows), scales.shape[1], -1)
-            worst = max(worst, float((apart / scales.abs().clamp(min=torch.finfo(torch.float32).tiny)).max()))
-    if not count:
-        return []
-    words = f"{count} matrices of the {covered}, in steps of their scale"
-    return [CheckRow("quantised", "weights", worst, CLIPPED_STEPS, worst <= CLIPPED_STEPS, words)]
+            steps = apart / scales.abs().clamp(min=torch.finfo(torch.float32).tiny)
+            worst[facts.bits] = max(worst.get(facts.bits, 0.0), float(steps.max()))
+    rows = []
+    for bits, found in worst.items():
+        count = sum(facts.bits == bits for facts in rounded.values())
+        words = f"{count} matrices of the {covered}, in steps of their scale"
+        allowed = _CLIPPED_STEPS[bits]
+        rows.append(CheckRow("quantised", f"{covered} int{bits}", found, allowed, found <= allowed, words))
+    return rows
 
 
 def _numbered(pieces: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:

@@ -30,6 +30,20 @@ def deviation(found: Array, expected: Array) -> float:
     return float((np.abs(found.astype(np.float64) - wide) / scale).max())
 
 
+def mean_deviation(found: Array, expected: Array) -> float:
+    """Root of the mean square of the difference, relative to that of the reference.
+
+    Args:
+        found: What was computed.
+        expected: The reference, same shape.
+    """
+    if found.shape != expected.shape or not np.isfinite(found).all():
+        return float("inf")
+    wide = expected.astype(np.float64)
+    scale = max(float(np.sqrt((wide**2).mean())), float(np.finfo(np.float32).tiny)) if wide.size else 1.0
+    return float(np.sqrt(((found.astype(np.float64) - wide) ** 2).mean())) / scale if wide.size else 0.0
+
+
 class Worst:
     """Collects the worst deviation by tensor."""
 

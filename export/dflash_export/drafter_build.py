@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import onnx_ir as ir
 from transformers import PreTrainedConfig
 
 from dflash_export.checkpoint import Checkpoint, find_checkpoint
+from dflash_export.dequantize_nodes import linear_weights
 from dflash_export.drafter_config import DrafterConfig, read_drafter_config
 from dflash_export.drafter_trace import DrafterTables, trace_context, trace_drafter
 from dflash_export.drafter_weights import DrafterWeights, match_drafter_weights
 from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import write_graph
 from dflash_export.pair_check import check_pair, check_tokenizers
+from dflash_export.quantization import Scheme
+from dflash_export.quantized_places import quantize_places
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES, Progress, store_weights
 from dflash_runtime.bundle import DrafterFacts, FileFacts, Manifest
-from dflash_runtime.errors import PairError
+from dflash_runtime.errors import CheckpointError, PairError
 
 CONTEXT_GRAPH = "drafter_context.onnx"
 DRAFTER_GRAPH = "drafter.onnx"
@@ -31,6 +35,8 @@ class DrafterPlan:
     checkpoint: Checkpoint
     config: DrafterConfig
     weights: DrafterWeights
+    scheme: Scheme | None = None
+    """How its matrices are quantised; None keeps them."""
 
     @property
     def num_parameters(self) -> int:
@@ -109,13 +115,16 @@ def trace_and_store_drafter(
     tables = DrafterTables(embedding, head, target.vocab_size, plan.weights.target_ids)
     draft = trace_drafter(plan.config, tables, TORCH_DTYPES[dtype])
     progress("trace drafter", 2, 2)
-    stored = store_weights(root, DRAFTER_WEIGHTS, plan.weights.bundle_places, dtype, progress)
+    schemes = _schemes(plan, [context, draft])
+    places, quantized = quantize_places(plan.weights.bundle_places, schemes, dtype)
+    stored = store_weights(root, DRAFTER_WEIGHTS, places, dtype, progress)
     windows = plan.config.windows
     context_facts = finish_interface(context, "drafter_context", CONTEXT_GRAPH, windows)
     draft_facts = finish_interface(draft, "drafter", DRAFTER_GRAPH, windows)
     entries = {**manifest.weights, **stored.entries}
-    write_graph(context, entries, root, CONTEXT_GRAPH)
-    write_graph(draft, entries, root, DRAFTER_GRAPH)
+    quantized = {**manifest.quantized, **quantized}
+    write_graph(context, entries, root, CONTEXT_GRAPH, quantized)
+    write_graph(draft, entries, root, DRAFTER_GRAPH, quantized)
     facts = DrafterFacts(
         name=plan.checkpoint.name,
         source=plan.checkpoint.source,
@@ -128,5 +137,17 @@ def trace_and_store_drafter(
         context_graph=context_facts,
         graph=draft_facts,
     )
-    manifest = dataclasses.replace(manifest, drafter=facts, weights=entries)
+    manifest = dataclasses.replace(manifest, drafter=facts, weights=entries, quantized=quantized)
     return manifest, {stored.file_name: stored.facts}
+
+
+def _schemes(plan: DrafterPlan, graphs: list[ir.Model]) -> dict[str, Scheme]:
+    """The scheme of every matrix of the drafter's own that each graph uses in products alone."""
+    if plan.scheme is None:
+        return {}
+    linear = [set(linear_weights(graph)) for graph in graphs]
+    elsewhere = {name for graph, names in zip(graphs, linear, strict=True) for name in graph.graph.initializers.keys() - names}
+    chosen = {name: plan.scheme for name in plan.weights.bundle_places if name in set.union(*linear) - elsewhere}
+    if not chosen:
+        raise CheckpointError(f"{plan.checkpoint.name} holds no plain matrix [out, in], so there is nothing to quantise.")
+    return chosen

@@ -14,14 +14,16 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from dflash_export.dequantize_nodes import put_float_rows
+from dflash_export.dequantized_weights import read_float_rows
 from dflash_export.deviation import Array, Worst, deviation
 from dflash_export.drafter import Drafter, draft_without_cache, proposals_by_definition
 from dflash_export.drafter_build import DrafterPlan
-from dflash_export.drafter_weights import CODEBOOKS, PREFIX, load_drafter, set_parameter
+from dflash_export.drafter_weights import CODEBOOKS, EMBEDDING, HEAD, PREFIX, load_drafter, set_parameter
 from dflash_export.graph_runner import GraphRunner
 from dflash_export.parity import EXACT_TOLERANCE, ROUNDED_FACTOR, PrecisionPasses, serialise
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
-from dflash_export.weight_values import read_weight
+from dflash_export.weight_values import read_weight, weights_as_float32
 from dflash_runtime.bundle import CheckRow, DrafterFacts, Manifest
 
 SAMPLED_ROWS = 1024
@@ -87,6 +89,7 @@ class DrafterGate:
         taps = self._taps(taps)
         dtype = TORCH_DTYPES[PRECISIONS[self.manifest.precision]]
         exact_drafter = self._drafter(dtype).float()
+        self._put_dequantized(exact_drafter, torch.float32)
         expected = self._reference(exact_drafter, taps)
         worst = self._compare(expected, taps, half=False)
         covered = "rounds (context rows, block): " + ", ".join(f"({r.rows}, {r.block_size})" for r in self.rounds)
@@ -114,15 +117,24 @@ class DrafterGate:
     def _drafter(self, dtype: torch.dtype) -> Drafter:
         target, weights = self.manifest.target, self.plan.weights
         names = (target.embedding_weight, target.head_weight)
-        embedding, head = (read_weight(self.root, self.manifest.weights[n]) for n in names)
+        embedding, head = (read_float_rows(self.root, self.manifest, n, self.token_rows) for n in names)
         if self.token_rows is not None:
-            embedding, head = embedding[self.token_rows], head[self.token_rows]
             weights = dataclasses.replace(weights, vocab_size=len(self.token_rows))
         drafter = load_drafter(self.plan.config, weights, embedding, head, dtype)
         for name in CODEBOOKS if self.token_rows is not None and self.plan.config.dflash2 is not None else ():
             rows = drafter.get_parameter(name)[self.token_rows]
             set_parameter(drafter, name, torch.nn.Parameter(rows, requires_grad=False))
+        self._put_dequantized(drafter, dtype)
         return drafter
+
+    def _put_dequantized(self, drafter: Drafter, dtype: torch.dtype) -> None:
+        """Gives the drafter the values its quantised matrices have in the bundle, the borrowed ones included."""
+        own = {name: name.removeprefix(PREFIX) for name in self.manifest.quantized if name.startswith(PREFIX)}
+        for parameter, name in [*zip((EMBEDDING, HEAD), self.tables, strict=True), *((p, n) for n, p in own.items())]:
+            if name in self.manifest.quantized:
+                rows = self.token_rows if name in self.tables else None
+                value = read_float_rows(self.root, self.manifest, name, rows).to(dtype)
+                set_parameter(drafter, parameter, torch.nn.Parameter(value, requires_grad=False))
 
     def _anchor(self, round_: _Round) -> int:
         return (round_.rows * 7919 + round_.block_size) % self.manifest.target.vocab_size
@@ -182,9 +194,7 @@ class DrafterGate:
         if half:
             model = self.passes.emulate_half(model)
         elif self.manifest.precision != "fp32":
-            kept = model.graph.initializers.items()
-            names = [n for n, v in kept if isinstance(v.const_value, ir.ExternalTensor)]
-            weights = {n: read_weight(self.root, self.manifest.weights[n]).float().numpy() for n in names}
+            weights = weights_as_float32(self.root, self.manifest, model)
             model = self.passes.to_fp32(model)
         return GraphRunner(serialise(model), self.root, facts, self.capacity, weights)
 
@@ -194,6 +204,9 @@ class DrafterGate:
         for name in with_row_per_token & model.graph.initializers.keys():
             value = model.graph.initializers[name]
             entry = self.manifest.weights[name]
+            if name in self.manifest.quantized:
+                put_float_rows(model, name, read_float_rows(self.root, self.manifest, name, rows))
+                continue
             table = read_weight(self.root, entry)[rows].contiguous().view(torch.uint8).numpy()
             stored = table.view(value.const_value.dtype.numpy()).reshape(len(rows), -1)  # type: ignore[union-attr]
             value.const_value = ir.Tensor(stored, name=name)

@@ -54,7 +54,8 @@ def check_portable(
     if fits_memory(manifest, plan.options.gate):
         progress("check target", 0, 2)
         prompts = gate_prompts(root / "tokenizer" / "tokenizer.json", manifest.target.vocab_size)
-        evidence = gather_target_evidence(plan.target.checkpoint.folder, manifest, prompts, root if manifest.quantized else None)
+        quantized_root = root if manifest.quantized else None
+        evidence = gather_target_evidence(plan.target.checkpoint.folder, manifest, prompts, quantized_root)
         progress("check target", 1, 2)
         rows = check_target(root, manifest, evidence, passes)
         if (cost := evidence.perplexity) is not None:
@@ -67,5 +68,6 @@ def check_portable(
         progress("check drafter", 0, 1)
         taps = torch.from_numpy(evidence.text_taps)[None] if evidence is not None else None
         rows += DrafterGate(root, manifest, plan.drafter, passes, whole_tables=evidence is not None).check(taps)
+        rows += check_rounding(root, manifest, plan.drafter.weights.bundle_places, "drafter")
         progress("check drafter", 1, 1)
     return rows, evidence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from dflash_runtime.bundle import Bundle
-from dflash_tools.bundle_summary import check_table, engine_names, summary_lines, total_bytes
+from dflash_tools.bundle_summary import check_table, engine_names, quantized_bytes, summary_lines, total_bytes
 from dflash_tools.peak_memory import own_peak_bytes
 from dflash_tools.sizes import bytes_text
 from dflash_tools.tensorrt_report import report_json, report_lines
@@ -69,10 +69,13 @@ def print_report(report: Report, *, as_json: bool) -> None:
 
 def _facts(report: Report, bundle: Bundle, peak: int) -> dict[str, Any]:
     manifest = bundle.manifest
+    sizes = quantized_bytes(manifest)
     return {
         "path": str(bundle.path),
         "total_bytes": total_bytes(bundle),
         "precision": manifest.precision,
+        "weight_bytes": sum(entry.length_bytes for entry in manifest.weights.values()),
+        "quantized": {words: {"matrices": count, "bytes": size} for words, (count, size) in sizes.items()},
         "max_context_tokens": manifest.max_context_tokens,
         "block_sizes": manifest.block_sizes,
         "tap_layer_ids": manifest.taps.layer_ids,

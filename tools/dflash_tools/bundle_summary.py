@@ -36,12 +36,38 @@ def summary_lines(bundle: Bundle) -> Iterator[str]:
     yield from _drafter_lines(manifest)
     origin = "as the drafter asks" if manifest.taps.origin == "drafter" else "the default choice"
     yield _line("taps", f"layers {_numbers(manifest.taps.layer_ids)} ({origin})")
-    yield _line("precision", manifest.precision)
+    yield from _precision_lines(manifest)
     yield _line("context", f"{manifest.max_context_tokens} tokens, {_kv_text(manifest)}")
     yield _line("text", _text_facts(manifest))
     yield _line("engines", ", ".join(engine_names(bundle)) or f"none; make one: dflash-export engines {bundle.path}")
     versions = ", ".join(f"{name} {version}" for name, version in manifest.provenance.versions.items())
     yield _line("made with", f"dflash-export {manifest.provenance.tool_version}, {versions}")
+
+
+def _precision_lines(manifest: Manifest) -> Iterator[str]:
+    if not manifest.quantized:
+        yield _line("precision", manifest.precision)
+        return
+    sizes = quantized_bytes(manifest)
+    kept = sum(entry.length_bytes for entry in manifest.weights.values()) - sum(size for _, size in sizes.values())
+    texts = [f"{words}, {count} matrices in {bytes_text(size)}" for words, (count, size) in sizes.items()]
+    yield _line("precision", texts[0])
+    for text in texts[1:]:
+        yield _line("", text)
+    yield _line("", f"{manifest.precision} for the rest, {bytes_text(kept)}")
+
+
+def quantized_bytes(manifest: Manifest) -> dict[str, tuple[int, int]]:
+    """Scheme in words -> how many matrices are held so, and their bytes with scales and zero points."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, facts in manifest.quantized.items():
+        grouped = "per channel" if facts.group_size is None else f"group {facts.group_size}"
+        signs = "symmetric" if facts.zero_points is None else "asymmetric"
+        words = f"int{facts.bits} {grouped} {signs} ({facts.origin})"
+        parts = [name, facts.scales] + ([] if facts.zero_points is None else [facts.zero_points])
+        count, size = found.get(words, (0, 0))
+        found[words] = count + 1, size + sum(manifest.weights[part].length_bytes for part in parts)
+    return found
 
 
 def _drafter_lines(manifest: Manifest) -> Iterator[str]:

@@ -14,7 +14,7 @@ from dflash_engines.fused_form import lower_fused
 from dflash_engines.half_precision import to_fp32
 from dflash_engines.ort_cpu import lower_model
 from dflash_engines.passes.flat_matmul import FlatMatMulPass
-from dflash_export.deviation import Array, Worst, deviation
+from dflash_export.deviation import Array, Worst, deviation, mean_deviation
 from dflash_export.graph_runner import GraphRunner
 from dflash_export.quality import perplexity, perplexity_row, text_windows
 from dflash_runtime.bundle import Bundle, CheckRow, GraphFacts
@@ -23,9 +23,9 @@ from dflash_runtime.weights import STORED, MappedWeights
 
 TOLERANCE = 1e-4
 """fp32 against fp32; other kernels sum in another order: measured 1.2e-5 on SmolLM2-135M."""
-ROUNDED_TOLERANCE = 1.0
-"""For products that round activations to int8, beside the same engine with fp32 activations; see `deviation`. A block
-of zeros or a wrong scale is further off; what rounding costs a user is the perplexity of the engine."""
+ROUNDED_TOLERANCE = 0.3
+"""For products that round activations to int8, beside the portable graph, root mean square: measured 0.06 and
+less on SmolLM2-135M. A wrong scale or block is further off; what rounding costs a user is the perplexity of the engine."""
 _SEED = 77
 
 
@@ -95,6 +95,7 @@ def _compare(
     tolerance: float = TOLERANCE,
 ) -> list[CheckRow]:
     manifest, exact = bundle.manifest, tolerance == TOLERANCE
+    measure = deviation if exact else mean_deviation
     graphs: list[tuple[str, GraphFacts]] = [("target", manifest.target.graph)]
     if manifest.drafter is not None:
         graphs += [("drafter_context", manifest.drafter.context_graph), ("drafter", manifest.drafter.graph)]
@@ -111,7 +112,7 @@ def _compare(
                 if array.dtype == np.int64:
                     worst.add(f"{kind} {name}", float((one[name] != array).sum()))
                 else:
-                    worst.add(f"{kind} {name}", deviation(one[name], array))
+                    worst.add(f"{kind} {name}", measure(one[name], array))
         covered = "calls (rows before, new): " + ", ".join(f"({c.position}, {c.rows})" for c in calls)
         rows += _merged(worst, kind).rows(stage, tolerance, covered)
     return rows

@@ -25,7 +25,9 @@ from dflash_engines.passes.quantized_weights import QuantizedMatrix, as_bytes, f
 ActivationPrecision = Literal["int8", "fp32"]
 ACCURACY_LEVELS: dict[ActivationPrecision, int] = {"int8": 4, "fp32": 1}
 """MatMulNBits' attribute: what the activations of a product are rounded to, in groups as large as the weight's."""
-_LARGEST_BLOCK = 128
+_BLOCKS = (32, 16)
+"""Inputs in a block where the weight has one scale a row: activations are rounded block by block, so small ones are
+nearer. SmolLM2-135M in int8, blocks of 64, 32, 16: perplexity 11.31, 11.24, 11.22; in fp32 11.22."""
 
 
 class QuantizedMatMulPass(ir.passes.InPlacePass):
@@ -72,8 +74,7 @@ def block_size(matrix: QuantizedMatrix) -> int | None:
     """Inputs in one block of the kernel: a group, or a power of two that divides a row with one scale."""
     if matrix.group_size is not None:
         return matrix.group_size
-    fitting = [size for size in (_LARGEST_BLOCK, 64, 32, 16) if matrix.columns % size == 0]
-    return fitting[0] if fitting else None
+    return next((size for size in _BLOCKS if matrix.columns % size == 0), None)
 
 
 def _scales(node: ir.Node, matrix: QuantizedMatrix, blocks: int) -> ir.Value:

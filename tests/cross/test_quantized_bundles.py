@@ -1,0 +1,83 @@
+"""Bundles with quantised weights, built in full: every scheme, every precision, target and drafter."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from pairs import MAIN, Pair, quiet
+
+from dflash_engines.ort_cpu import lower_bundle
+from dflash_export.quantization import quantize_options
+from dflash_runtime.bundle import Bundle
+from dflash_runtime.errors import CheckpointError
+from dflash_runtime.generation import GenerationConfig
+from dflash_runtime.session import Session
+from dflash_runtime.weights import MappedWeights
+from dflash_tools.pipeline import build
+
+UNTIED = {"tie_word_embeddings": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    layers: str
+    head: str
+    drafter: str
+    precision: str = "fp32"
+    group_size: int = 32
+    symmetric: bool = True
+    tied: bool = True
+    gate: str = "auto"
+
+    def build(self, folder: Path) -> Bundle:
+        pair = dataclasses.replace(MAIN, target={} if self.tied else UNTIED, precision=self.precision)
+        return build_quantized(pair, folder, self)
+
+
+def build_quantized(pair: Pair, folder: Path, case: Case) -> Bundle:
+    pair.write(folder)
+    quantize = quantize_options(case.layers, case.head, case.drafter, case.group_size, symmetric=case.symmetric)
+    options = dataclasses.replace(pair.options(folder), quantize=quantize, gate=case.gate)
+    build(options, folder / "bundle", "ort-cpu", quiet)
+    return Bundle.open(folder / "bundle")
+
+
+CASES = {
+    "int4-fp32": Case("int4", "int4", "int4"),
+    "int4-asymmetric-untied": Case("int4", "keep", "keep", symmetric=False, group_size=64, tied=False),
+    "int8-bf16": Case("int8", "int8", "int4", precision="bf16"),
+}
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return CASES[request.param].build(tmp_path_factory.mktemp(request.param))
+
+
+def test_every_check_of_the_build_passed(bundle: Bundle) -> None:
+    checks = bundle.manifest.checks
+    assert all(row.passed for row in checks)
+    stages = {row.stage for row in checks}
+    assert {"portable", "lowered", "int8 products", "quantised", "quality", "tokens"} <= stages
+    assert {"perplexity", "perplexity ort-cpu"} <= {row.tensor for row in checks if row.stage == "quality"}
+
+
+def test_speculative_and_plain_decoding_say_the_same(bundle: Bundle) -> None:
+    with Session.open(bundle.path) as session:
+        said = [
+            session.generate([5, 6, 7, 8], GenerationConfig(max_new_tokens=40, stop_token_ids=[], **options)).token_ids
+            for options in ({"plain": True}, {"block_size": 4}, {"block_size": 16})
+        ]
+    assert said[0] == said[1] == said[2]
+
+
+def test_each_weight_lies_once_in_the_file(bundle: Bundle) -> None:
+    spans = sorted((e.file, e.offset_bytes, e.offset_bytes + e.length_bytes) for e in bundle.manifest.weights.values())
+    assert all(one[0] != two[0] or one[2] <= two[1] for one, two in zip(spans, spans[1:], strict=False))
+    for file in {span[0] for span in spans}:
+        held = sum(end - start for name, start, end in spans if name == file)
+        assert 0 < bundle.file(file).stat().st_size - held < 1 << 16  # the header
