@@ -28,6 +28,10 @@ from dflash_runtime.bundle import Bundle, FileFacts, Manifest, TapFacts
 from dflash_runtime.errors import PairError
 
 
+_OF_TARGET = ("portable", "precision", "quality", "quantised")
+"""Stages whose rows stay true when a drafter comes."""
+
+
 def plan_addition(
     bundle: Bundle, drafter: str, block_sizes: tuple[int, ...] = (), local_files_only: bool = False
 ) -> DrafterPlan:
@@ -102,7 +106,7 @@ def write_with_drafter(
         text=dataclasses.replace(old.text, template_args={**known, **old.text.template_args, **(template_args or {})}),
         weights=weights,
         quantized=quantized,
-        checks=[row for row in old.checks if row.stage in ("portable", "precision", "quality", "quantised") and "draft" not in row.tensor],
+        checks=[row for row in old.checks if row.stage in _OF_TARGET and "draft" not in row.tensor],
         provenance=provenance(),
     )
     manifest, more = trace_and_store_drafter(plan, root, manifest, progress)

@@ -37,7 +37,7 @@ class BuildOptions:
     gate: str = "auto"
     """`full`, `layers`, or `auto`: full where the model fits into free memory, else layer by layer."""
     local_files_only: bool = False
-    quantize: QuantizeOptions = QuantizeOptions()
+    quantize: QuantizeOptions = dataclasses.field(default_factory=QuantizeOptions)
     """What becomes small integers."""
 
 
@@ -52,7 +52,7 @@ class TargetPlan:
     notes: list[str]
     places: dict[str, TensorPlace] = dataclasses.field(default_factory=dict)
     """State-dict name -> tensor in the checkpoint, known after the trace."""
-    quantize: QuantizeOptions = QuantizeOptions()
+    quantize: QuantizeOptions = dataclasses.field(default_factory=QuantizeOptions)
 
     @property
     def weight_dtype(self) -> str:
@@ -158,7 +158,7 @@ def plan_build(options: BuildOptions) -> BuildPlan:
         target.max_context_tokens = _fit_drafter_context(target, drafter, options)
         target.notes.extend(drafter.config.notes)
     elif options.quantize.drafter is not None:
-        raise CheckpointError("--quantize-drafter is given and there is no drafter. Give --drafter, or leave it at keep.")
+        raise CheckpointError("--quantize-drafter is given and there is no drafter. Give --drafter, or leave it out.")
     else:
         why = f": {entry.note}" if entry and entry.note else ""
         target.notes.append(f"no drafter{why}; the bundle decodes plainly until one is added with add-drafter")

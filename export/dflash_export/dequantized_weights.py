@@ -35,7 +35,9 @@ def read_float_weight(root: Path, manifest: Manifest, name: str, rows: slice | N
     if facts is None:
         return read_weight(root, entry)[rows or slice(None)]
     start, stop, _ = (rows or slice(None)).indices(entry.shape[0])
-    zero_points = None if facts.zero_points is None else _integers(root, manifest.weights[facts.zero_points])[start:stop]
+    zero_points = None
+    if facts.zero_points is not None:
+        zero_points = _integers(root, manifest.weights[facts.zero_points])[start:stop]
     scales = read_weight(root, manifest.weights[facts.scales])[start:stop].float().numpy()
     return torch.from_numpy(dequantize(_integers(root, entry, start, stop), scales, zero_points, facts))
 
@@ -90,13 +92,13 @@ def check_rounding(root: Path, manifest: Manifest, places: Mapping[str, TensorPl
             apart = (found - rows.float()).abs().reshape(len(rows), scales.shape[1], -1)
             steps = apart / scales.abs().clamp(min=torch.finfo(torch.float32).tiny)
             worst[facts.bits] = max(worst.get(facts.bits, 0.0), float(steps.max()))
-    rows = []
-    for bits, found in worst.items():
+    table = []
+    for bits, most in worst.items():
         count = sum(facts.bits == bits for facts in rounded.values())
         words = f"{count} matrices of the {covered}, in steps of their scale"
         allowed = _CLIPPED_STEPS[bits]
-        rows.append(CheckRow("quantised", f"{covered} int{bits}", found, allowed, found <= allowed, words))
-    return rows
+        table.append(CheckRow("quantised", f"{covered} int{bits}", most, allowed, most <= allowed, words))
+    return table
 
 
 def _numbered(pieces: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:

@@ -145,9 +145,12 @@ def _schemes(plan: DrafterPlan, graphs: list[ir.Model]) -> dict[str, Scheme]:
     """The scheme of every matrix of the drafter's own that each graph uses in products alone."""
     if plan.scheme is None:
         return {}
-    linear = [set(linear_weights(graph)) for graph in graphs]
-    elsewhere = {name for graph, names in zip(graphs, linear, strict=True) for name in graph.graph.initializers.keys() - names}
-    chosen = {name: plan.scheme for name in plan.weights.bundle_places if name in set.union(*linear) - elsewhere}
+    linear, elsewhere = set[str](), set[str]()
+    for graph in graphs:
+        names = set(linear_weights(graph))
+        linear |= names
+        elsewhere |= graph.graph.initializers.keys() - names
+    chosen = {name: plan.scheme for name in plan.weights.bundle_places if name in linear - elsewhere}
     if not chosen:
-        raise CheckpointError(f"{plan.checkpoint.name} holds no plain matrix [out, in], so there is nothing to quantise.")
+        raise CheckpointError(f"{plan.checkpoint.name} holds no plain matrix [out, in]: nothing can be quantised.")
     return chosen

@@ -46,7 +46,7 @@ def text_windows(tokenizer_file: Path, vocab_size: int, max_context_tokens: int)
 
 
 def perplexity(windows: Sequence[Sequence[int]], logits: Logits) -> float:
-    """exp of the mean negative log likelihood of every token but the first of each window.
+    """The exponential of the mean negative log likelihood of every token but the first of each window.
 
     Args:
         windows: Token ids, at least one window.

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
-import numpy as np
-import onnx_ir as ir
 import pytest
 from pairs import MAIN, Pair, quiet
 
-from dflash_engines.ort_cpu import lower_bundle
 from dflash_export.quantization import quantize_options
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.errors import CheckpointError
 from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.session import Session
-from dflash_runtime.weights import MappedWeights
 from dflash_tools.pipeline import build
 
 UNTIED = {"tie_word_embeddings": False}
@@ -77,7 +73,7 @@ def test_speculative_and_plain_decoding_say_the_same(bundle: Bundle) -> None:
 
 def test_each_weight_lies_once_in_the_file(bundle: Bundle) -> None:
     spans = sorted((e.file, e.offset_bytes, e.offset_bytes + e.length_bytes) for e in bundle.manifest.weights.values())
-    assert all(one[0] != two[0] or one[2] <= two[1] for one, two in zip(spans, spans[1:], strict=False))
+    assert all(one[0] != two[0] or one[2] <= two[1] for one, two in itertools.pairwise(spans))
     for file in {span[0] for span in spans}:
         held = sum(end - start for name, start, end in spans if name == file)
         assert 0 < bundle.file(file).stat().st_size - held < 1 << 16  # the header

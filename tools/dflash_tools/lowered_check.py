@@ -24,8 +24,8 @@ from dflash_runtime.weights import STORED, MappedWeights
 TOLERANCE = 1e-4
 """fp32 against fp32; other kernels sum in another order: measured 1.2e-5 on SmolLM2-135M."""
 ROUNDED_TOLERANCE = 0.3
-"""For products that round activations to int8, beside the portable graph, root mean square: measured 0.06 and
-less on SmolLM2-135M. A wrong scale or block is further off; what rounding costs a user is the perplexity of the engine."""
+"""For products that round activations to int8, beside the portable graph, root mean square: measured 0.06 and less on
+SmolLM2-135M. A wrong scale or block is further off; what rounding costs a user is the perplexity of the engine."""
 _SEED = 77
 
 
