@@ -16,7 +16,7 @@ INSTALL_HINT = "pip install onnxruntime-genai"
 
 
 class GenaiModel:
-    """An fp32 model of onnxruntime-genai on the CPU."""
+    """A model of onnxruntime-genai on the CPU."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         """Opens a converted model.
@@ -54,14 +54,20 @@ class GenaiModel:
         return tokens, 1000 * (time.perf_counter() - started) / max(1, len(tokens) - 1)
 
 
-def convert(model: Path, out: Path, cache: Path) -> None:
-    """Converts a checkpoint to fp32 for the CPU with onnxruntime-genai's builder.
+def convert(model: Path, out: Path, cache: Path, precision: str = "fp32") -> None:
+    """Converts a checkpoint for the CPU with onnxruntime-genai's builder.
+
+    Args:
+        model: The checkpoint.
+        out: Folder to make.
+        cache: Folder for what the builder keeps.
+        precision: `fp32`, or `int4`: groups of 32, head and embedding included, products rounding activations to int8.
 
     Raises:
         DFlashError: the package is not installed, or its builder failed.
     """
     argv = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(model), "-o", str(out)]
-    argv += ["-p", "fp32", "-e", "cpu", "-c", str(cache)]
+    argv += ["-p", precision, "-e", "cpu", "-c", str(cache)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]

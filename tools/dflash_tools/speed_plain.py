@@ -37,7 +37,13 @@ OURS = "dflash-export plain"
 PROMPT = (
     "Once upon a time, a lighthouse keeper found a letter in a bottle. She sat down on the stairs and began to read:"
 )
-ENGINES = {"ours": OURS, "transformers": "transformers eager", "genai": "onnxruntime-genai fp32"}
+ENGINES = {
+    "ours": OURS,
+    "beside": f"{OURS}, --beside",
+    "transformers": "transformers eager",
+    "genai": "onnxruntime-genai fp32",
+    "genai-int4": "onnxruntime-genai int4",
+}
 REPEATS = 3
 """Decodings in a process after a first one that does not count; their median is the process's time."""
 
@@ -51,30 +57,35 @@ Decode = Callable[[Sequence[int], int], tuple[list[int], float]]
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="New tokens a decoding.")
 @click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Processes of each engine.")
 @click.option("--without-genai", is_flag=True, help="Leave onnxruntime-genai out.")
+@click.option("--beside", type=click.Path(path_type=Path), help="A second bundle, as the same model unquantised.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--only", type=click.Choice(list(ENGINES)), hidden=True, help="Measure one engine in this process.")
 def main(
-    bundle: Path, model: Path, threads: int, tokens: int, rounds: int, without_genai: bool, as_json: bool,
-    only: str | None,
+    bundle: Path, model: Path, threads: int, tokens: int, rounds: int, without_genai: bool, beside: Path | None,
+    as_json: bool, only: str | None,
 ) -> None:
-    """Measures milliseconds a token of plain greedy decoding in fp32, engine by engine."""
+    """Measures milliseconds a token of plain greedy decoding, engine by engine; int4 too where the bundle has some."""
     if only is not None:
         said, milliseconds = measure(only, bundle, model, threads, tokens)
         click.echo(json.dumps({"tokens": said, "ms": milliseconds}))
         return
-    names = [name for name in ENGINES if not (without_genai and name == "genai")]
+    left_out = set() if beside else {"beside"}
+    left_out |= {"genai", "genai-int4"} if without_genai else set()
+    left_out |= set() if Bundle.open(bundle).manifest.quantized else {"genai-int4"}
+    names = [name for name in ENGINES if name not in left_out]
     with tempfile.TemporaryDirectory(prefix="dflash-speed-") as scratch, ProgressLine() as progress:
         folders = dict.fromkeys(names, model)
-        if "genai" in names:
+        for name in [name for name in names if name.startswith("genai")]:
             progress("convert for onnxruntime-genai", 0, 1)
-            folders["genai"] = Path(scratch) / "genai"
-            convert(model, folders["genai"], Path(scratch) / "cache")
+            folders[name] = Path(scratch) / name
+            convert(model, folders[name], Path(scratch) / "cache", "int4" if name == "genai-int4" else "fp32")
         times: dict[str, list[float]] = {name: [] for name in names}
         said_by: dict[str, list[int]] = {}
         for i in range(rounds):
             progress("decode", i, rounds)
             for name in names:
-                argv = [str(bundle), "--model", str(folders[name]), "--threads", str(threads), "--tokens", str(tokens)]
+                opened = beside if name == "beside" else bundle
+                argv = [str(opened), "--model", str(folders[name]), "--threads", str(threads), "--tokens", str(tokens)]
                 said_by[name], milliseconds = _in_a_process([*argv, "--only", name])
                 times[name].append(milliseconds)
     _report(times, said_by, threads, tokens, as_json)
@@ -86,10 +97,10 @@ def measure(name: str, bundle: Path, model: Path, threads: int, tokens: int) -> 
     if tokenizer is None:
         raise DFlashError(f"{bundle} has no tokenizer to encode the prompt with.")
     ids = tokenizer.encode_text(PROMPT)
-    if name == "ours":
+    if name in ("ours", "beside"):
         with Session.open(bundle, threads=threads) as session:
             return _repeat(_plain(session), ids, tokens)
-    if name == "genai":
+    if name.startswith("genai"):
         return _repeat(GenaiModel(model, threads).timed_decode, ids, tokens)
     with needs_extra("export"):
         reference = ReferenceModel(model, threads)
