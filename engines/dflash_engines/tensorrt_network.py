@@ -14,6 +14,7 @@ from dflash_engines.passes.flat_matmul import FlatMatMulPass
 from dflash_engines.passes.fp32_residuals import Fp32ResidualsPass
 from dflash_engines.passes.position_tables import PositionTablesPass
 from dflash_engines.passes.retype_half import RetypeHalfPass
+from dflash_engines.passes.signed_weights import SignedPart, SignedWeightsPass
 from dflash_engines.passes.weight_inputs import WeightInput, WeightInputsPass
 from dflash_engines.primitive_form import lower_primitive
 from dflash_engines.tensorrt_versions import VersionRow
@@ -33,6 +34,8 @@ class Network:
     """The model without weights; with `embedded` weights it refers to the bundle's files."""
     weight_inputs: list[WeightInput]
     """Empty where the weights are embedded."""
+    embedded: list[SignedPart]
+    """Quantised weights that the engine holds in any case, in a file `SIGNED_FILE` beside the model."""
     inputs: dict[str, list[int | str]]
     """Inputs whose shape a profile has to fix: letters are S, R, b and, in the primitive form, T."""
     activation_bytes_per_row: int
@@ -62,7 +65,10 @@ def make_network(model: ir.Model, kind: GraphKind, row: VersionRow, *, precision
     """
     if precision not in HALF_TYPES:
         raise EngineError(f"TensorRT engines compute in {' or '.join(HALF_TYPES)}, not {precision}.")
-    lowered = lower_fused(model) if row.form == "fused" else lower_primitive(model, kind)
+    signing = SignedWeightsPass(HALF_TYPES[precision])
+    signed = model.clone()
+    signing(signed)
+    lowered = lower_fused(signed) if row.form == "fused" else lower_primitive(signed, kind)
     RetypeHalfPass(HALF_TYPES[precision])(lowered)
     if fp32_residuals:
         Fp32ResidualsPass()(lowered)
@@ -80,7 +86,7 @@ def make_network(model: ir.Model, kind: GraphKind, row: VersionRow, *, precision
     activation_bytes = _activation_bytes_per_row(lowered.graph)
     _forget_names(lowered)
     onnx = ir.to_proto(lowered).SerializeToString(deterministic=True)
-    return Network(kind, onnx, lifting.weight_inputs, open_inputs, activation_bytes)
+    return Network(kind, onnx, lifting.weight_inputs, signing.parts, open_inputs, activation_bytes)
 
 
 def _shape(value: ir.Value) -> list[int | str]:

@@ -15,6 +15,8 @@ import onnx_ir as ir
 
 from dflash_engines.build_process import FinishedBuild, run_build
 from dflash_engines.builder_memory import builder_peak_bytes
+from dflash_engines.passes.signed_weights import SIGNED_FILE
+from dflash_engines.signed_weight_file import write_signed_weights
 from dflash_engines.tensorrt_build import BuildOrder
 from dflash_engines.tensorrt_network import Network, make_network
 from dflash_engines.tensorrt_versions import VersionRow
@@ -27,8 +29,9 @@ from dflash_runtime.device_engine import (
     GraphEngine,
 )
 from dflash_runtime.errors import EngineError
+from dflash_runtime.weights import SIGNED_TRANSPOSED
 
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, SIGNED_TRANSPOSED: 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,11 @@ class EnginePlan:
                 f"Embedded weights keep the bundle's precision, {manifest.precision}, and {self.precision} is asked "
                 "for. Use --weights shared, which converts them when they are loaded."
             )
+        if options.weights_mode == "embedded" and manifest.quantized:
+            raise EngineError(
+                "Weights of a quantised bundle cannot all be embedded: int8 is read in place only as an input, and int4 "
+                "is embedded as it is. Leave --weights at shared."
+            )
         self.block_sizes = sorted(set(options.block_sizes or manifest.block_sizes) - {1})
         largest = max(manifest.block_sizes)
         if manifest.drafter is None:
@@ -117,8 +125,9 @@ class EnginePlan:
 
     def key(self, network: Network, profiles: Sequence[EngineProfile]) -> str:
         """Equal for two engines that are the same engine."""
+        holds_weights = self.options.weights_mode == "embedded" or bool(network.embedded)
         embedded = [self.bundle.manifest.files[f].sha256 for f in sorted(self.bundle.manifest.files)
-                    if f.startswith("weights/") and self.options.weights_mode == "embedded"]  # fmt: skip
+                    if f.startswith("weights/") and holds_weights]  # fmt: skip
         parts = [
             self.options.backend, self.tensorrt_version, self.compute_capability, network.sha256,
             [dataclasses.astuple(profile) for profile in profiles], embedded,
@@ -136,8 +145,11 @@ class EnginePlan:
                 for name, shape in network.inputs.items()
             })
         onnx_path = self._onnx_path(network, target)
+        signed_path = onnx_path.with_name(SIGNED_FILE)
         try:
             onnx_path.write_bytes(network.onnx)
+            if network.embedded:
+                write_signed_weights(self.bundle, network.embedded, signed_path)
             timings = self._timings()
             timing_path = None if timings is None or timings.path is None else str(timings.path)
             order = BuildOrder(
@@ -149,6 +161,7 @@ class EnginePlan:
             return finished
         finally:
             onnx_path.unlink(missing_ok=True)
+            signed_path.unlink(missing_ok=True)
 
     def _timings(self) -> TimingCache | None:
         """TensorRT-RTX times kernels when an engine is loaded, never when it is built."""
@@ -165,7 +178,7 @@ class EnginePlan:
         num_layers = manifest.target.num_layers if network.kind == "target" else 0
         if manifest.drafter is not None and network.kind != "target":
             num_layers = manifest.drafter.num_layers
-        embedded = 0
+        embedded = sum(part.length_bytes for part in network.embedded)
         if self.options.weights_mode == "embedded":
             embedded = sum(entry.length_bytes for entry in manifest.weights.values())
         return builder_peak_bytes(num_layers, len(profiles), embedded)

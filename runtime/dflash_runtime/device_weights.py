@@ -11,7 +11,7 @@ from dflash_runtime.bundle import Bundle, WeightEntry
 from dflash_runtime.device import Array, Buffer, Device, aligned
 from dflash_runtime.device_engine import BoundWeight
 from dflash_runtime.errors import EngineError
-from dflash_runtime.weights import STORED, narrowed
+from dflash_runtime.weights import SIGNED_TRANSPOSED, STORED, narrowed
 
 _STAGING_BYTES = 16 << 20
 
@@ -29,11 +29,12 @@ def upload_weights(device: Device, bundle: Bundle, wanted: Iterable[BoundWeight]
     entries, places, total = bundle.manifest.weights, dict[tuple[str, str], tuple[int, int]](), 0
     for bound in wanted:
         entry = entries.get(bound.weight)
-        if entry is None or entry.dtype not in STORED or bound.dtype not in STORED:
+        turned = bound.dtype == SIGNED_TRANSPOSED and entry is not None and entry.dtype == "U8"
+        if entry is None or not (turned or (entry.dtype in STORED and bound.dtype in STORED)):
             has = "the bundle has no such weight" if entry is None else f"the bundle has it as {entry.dtype}"
             raise EngineError(f"The engines want weight {bound.weight!r} as {bound.dtype}; {has}. Build them again.")
         if (bound.weight, bound.dtype) not in places:
-            size = math.prod(entry.shape) * np.dtype(STORED[bound.dtype]).itemsize
+            size = math.prod(entry.shape) * (1 if turned else np.dtype(STORED[bound.dtype]).itemsize)
             places[bound.weight, bound.dtype] = total, size
             total += aligned(size)
     if not places:
@@ -46,6 +47,9 @@ def upload_weights(device: Device, bundle: Bundle, wanted: Iterable[BoundWeight]
 
 def _upload(device: Device, bundle: Bundle, name: str, entry: WeightEntry, dtype: str, address: int, staging: Array
             ) -> None:
+    if dtype == SIGNED_TRANSPOSED:
+        _upload_turned(device, bundle, entry, address, staging)
+        return
     target = np.dtype(STORED[dtype])
     left, at_once = math.prod(entry.shape), staging.nbytes // 4
     with bundle.file(entry.file).open("rb") as stream:
@@ -58,6 +62,20 @@ def _upload(device: Device, bundle: Bundle, name: str, entry: WeightEntry, dtype
             device.mark()
             device.wait()  # the staging memory is used again
             address, left = address + piece.nbytes, left - stored.size
+
+
+def _upload_turned(device: Device, bundle: Bundle, entry: WeightEntry, address: int, staging: Array) -> None:
+    """Signed bytes of a U8 weight [out, in] as [in, out], some of its columns at a time."""
+    rows, columns = entry.shape
+    stored = np.memmap(bundle.file(entry.file), np.uint8, "r", entry.offset_bytes, (rows, columns))
+    at_once = max(1, staging.nbytes // rows)
+    for first in range(0, columns, at_once):
+        part = stored[:, first : first + at_once].T
+        piece = staging[: part.size]
+        np.bitwise_xor(part, np.uint8(0x80), out=piece.reshape(part.shape))
+        device.upload(address + first * rows, piece)
+        device.mark()
+        device.wait()  # the staging memory is used again
 
 
 def _converted(stored: Array, source: str, target: str, name: str) -> Array:

@@ -12,6 +12,8 @@ from dflash_runtime.bundle import Bundle, Manifest, QuantizedWeight, WeightEntry
 from dflash_runtime.errors import BundleError, EngineError
 
 # BF16 has no NumPy type: its bits are the upper half of a float32.
+SIGNED_TRANSPOSED = "I8T"
+"""What an engine may want of a U8 weight [out, in]: signed bytes, value - 128, as [in, out]."""
 STORED: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 

@@ -94,6 +94,9 @@ def _restate(node: ir.Node) -> list[str]:
     """Drops what opset 20 does not know and says the same without; returns what it cannot."""
     if node.domain:
         return [f"{node.domain}::{node.op_type} is no standard operator"]
+    if node.op_type == "DequantizeLinear" and not {"block_size", "output_dtype"} & node.attributes.keys():
+        node.version = None  # one scale a channel is what opset 20 says too
+        return [f"DequantizeLinear of {name}" for name in ("INT4", "UINT4") if _type_name(node.inputs[0]) == name]
     if node.op_type in RAISED:
         return [f"{node.op_type} ({RAISED[node.op_type]})"]
     problems = []

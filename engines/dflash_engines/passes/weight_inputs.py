@@ -13,9 +13,16 @@ import dataclasses
 import onnx_ir as ir
 
 from dflash_engines.passes.graph_writing import remove_dead_nodes
+from dflash_engines.passes.signed_weights import SIGNED_FILE
+from dflash_runtime.weights import SIGNED_TRANSPOSED
 
 _ROWS_SUFFIX = "#rows"
-_SAFETENSORS_NAMES = {ir.DataType.FLOAT: "F32", ir.DataType.FLOAT16: "F16", ir.DataType.BFLOAT16: "BF16"}
+_SAFETENSORS_NAMES = {
+    ir.DataType.FLOAT: "F32",
+    ir.DataType.FLOAT16: "F16",
+    ir.DataType.BFLOAT16: "BF16",
+    ir.DataType.INT8: SIGNED_TRANSPOSED,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +33,7 @@ class WeightInput:
     weight: str
     """Its name in the bundle's index."""
     dtype: str
-    """What the input takes, in safetensors' spelling; the weight is converted when it is loaded."""
+    """What the input takes, in safetensors' spelling or `I8T`; the weight is converted when it is loaded."""
 
 
 class WeightInputsPass(ir.passes.InPlacePass):
@@ -39,7 +46,7 @@ class WeightInputsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """See the class."""
         graph = model.graph
-        lifted = [v for v in graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor)]
+        lifted = _weights(graph)
         for value in lifted:
             name = value.name
             assert name is not None
@@ -57,7 +64,7 @@ class WeightInputsPass(ir.passes.InPlacePass):
 
     def ensures(self, model: ir.Model) -> None:
         """No weight is left in the graph."""
-        left = [v.name for v in model.graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor)]
+        left = [v.name for v in _weights(model.graph)]
         if left:
             raise ir.passes.PostconditionError(f"weights still in the graph: {left[:5]}")
 
@@ -83,6 +90,12 @@ class WeightInputsPass(ir.passes.InPlacePass):
                 for use in row_readers:
                     use.node.replace_input_with(use.idx, rows)
         return inputs
+
+
+def _weights(graph: ir.Graph) -> list[ir.Value]:
+    """Initializers in files, without those an engine embeds in any case."""
+    stored = [v for v in graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor)]
+    return [v for v in stored if v.const_value.location != SIGNED_FILE]  # type: ignore[union-attr]
 
 
 def _add_input(graph: ir.Graph, name: str, dtype: ir.DataType | None, like: ir.Value) -> ir.Value:

@@ -1,0 +1,133 @@
+"""Quantised weights as TensorRT takes them: signed integers without zero points.
+
+Measured with TensorRT-RTX 1.7.1 (three products with matrices of 4096 x 4096, scratch memory of an engine): int8 given
+as inputs is read in place if it lies as [in, out] (8 MiB) and copied as [out, in] (56 MiB); int4 given as inputs, or
+embedded with its scales given as inputs, is dequantised into scratch on every call (104 MiB); int4 embedded with its
+scales is not (8 MiB). So int8 matrices become inputs, transposed when they are loaded, and int4 ones stay in the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx_ir as ir
+
+from dflash_engines.passes.graph_reading import dims, made_by
+from dflash_engines.passes.graph_writing import add_integers, emit, remove_dead_nodes, replace
+from dflash_engines.passes.quantized_weights import QuantizedMatrix, find_quantized
+from dflash_runtime.errors import EngineError
+
+SIGNED_FILE = "signed_weights"
+"""What the graph calls the file of embedded int4 weights; it lies beside the graph while an engine is built."""
+_ALIGNMENT_BYTES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class SignedPart:
+    """One tensor of the file of embedded weights."""
+
+    weight: str
+    """In the bundle's index: values that become signed, or scales that become the engine's precision."""
+    offset_bytes: int
+    length_bytes: int
+    dtype: str
+    """I4, F16 or BF16."""
+
+
+class SignedWeightsPass(ir.passes.InPlacePass):
+    """DequantizeLinear of UINT4 and UINT8 -> of INT4 and INT8; `parts` lists what `SIGNED_FILE` must hold."""
+
+    def __init__(self, half: ir.DataType) -> None:
+        super().__init__()
+        self._half = "F16" if half == ir.DataType.FLOAT16 else "BF16"
+        self.parts: list[SignedPart] = []
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """See the class.
+
+        Raises:
+            EngineError: zero points of their own, or a table of int4 that rows are picked from.
+        """
+        found = [find_quantized(node.outputs[0]) for node in list(model.graph) if node.op_type == "DequantizeLinear"]
+        for matrix in found:
+            if matrix is None:
+                continue
+            _refuse(matrix)
+            if matrix.bits == 4:
+                self._embed(matrix)
+            else:
+                _turn(matrix)
+        remove_dead_nodes(model)
+        return ir.passes.PassResult(model, bool(found))
+
+    def _embed(self, matrix: QuantizedMatrix) -> None:
+        matrix.values.type = ir.TensorType(ir.DataType.INT4)
+        self._place(matrix.values, ir.DataType.INT4, matrix.rows * matrix.columns // 2, "I4")
+        assert matrix.scales.dtype is not None and matrix.group_size is not None
+        count = matrix.rows * matrix.columns // matrix.group_size
+        self._place(matrix.scales, matrix.scales.dtype, 2 * count, self._half)
+        matrix.node.replace_input_with(2, None)
+
+    def _place(self, value: ir.Value, kind: ir.DataType, length: int, dtype: str) -> None:
+        last = self.parts[-1] if self.parts else None
+        offset = 0 if last is None else last.offset_bytes + last.length_bytes
+        offset += -offset % _ALIGNMENT_BYTES
+        self.parts.append(SignedPart(str(value.name), offset, length, dtype))
+        tensor = value.const_value
+        base_dir = tensor.base_dir if isinstance(tensor, ir.ExternalTensor) else ""
+        assert value.shape is not None and value.name is not None
+        shape = ir.Shape([int(d) for d in dims(value) or []])
+        value.const_value = ir.ExternalTensor(
+            SIGNED_FILE, offset, length, kind, shape=shape, name=value.name, base_dir=base_dir
+        )
+
+
+def _refuse(matrix: QuantizedMatrix) -> None:
+    if matrix.zero_points is not None:
+        raise EngineError(
+            f"{matrix.values.name} is quantised with zero points, and TensorRT's DequantizeLinear takes none. Build the "
+            "bundle with symmetric weights (without --asymmetric), or run it with --backend ort-cpu."
+        )
+    picked = [node for node in matrix.node.outputs[0].consumers() if node.op_type == "Gather"]
+    if matrix.bits == 4 and picked:
+        raise EngineError(
+            f"{matrix.values.name} is an int4 table that rows are picked from, and TensorRT would dequantise it whole "
+            "on every call. Build the bundle with --quantize-head keep or int8."
+        )
+
+
+def _turn(matrix: QuantizedMatrix) -> None:
+    """The matrix as INT8 [in, out], read so by products and by Gather."""
+    values, shape = matrix.values, ir.Shape([matrix.columns, matrix.rows])
+    tensor = values.const_value
+    assert isinstance(tensor, ir.ExternalTensor) and values.name is not None
+    values.shape, values.type = shape, ir.TensorType(ir.DataType.INT8)
+    values.const_value = ir.ExternalTensor(
+        tensor.location, tensor.offset, tensor.length, ir.DataType.INT8,
+        shape=shape, name=values.name, base_dir=tensor.base_dir,
+    )  # fmt: skip
+    readers = list(matrix.node.outputs[0].consumers())
+    kind = matrix.node.outputs[0].dtype
+    assert kind is not None
+    turned = emit(
+        matrix.node, "DequantizeLinear", [values, matrix.scales], {"axis": 1}, dtype=kind,
+        shape=[matrix.columns, matrix.rows],
+    )  # fmt: skip
+    for node in readers:
+        if node.op_type == "Gather":
+            replace(node.outputs[0], _picked(node, values, matrix.scales, kind))
+        elif node.op_type == "Transpose" and made_by(node.inputs[0], "DequantizeLinear") is matrix.node:
+            ir.convenience.replace_all_uses_with(node.outputs[0], turned)
+        else:
+            raise EngineError(f"{values.name} is int8 and read by {node.op_type}. Please report this graph.")
+
+
+def _picked(node: ir.Node, values: ir.Value, scales: ir.Value, kind: ir.DataType) -> ir.Value:
+    """Rows [1, S, H] of a table that lies as [H, V]."""
+    columns = emit(node, "Gather", [values, node.inputs[1]], {"axis": 1}, dtype=ir.DataType.INT8)
+    rows = emit(node, "Transpose", [columns], {"perm": [1, 2, 0]}, dtype=ir.DataType.INT8)
+    wide = emit(node, "Cast", [rows], {"to": kind}, dtype=kind)
+    picked = emit(node, "Gather", [scales, node.inputs[1]], {"axis": 0}, dtype=kind)
+    graph = node.graph
+    assert graph is not None
+    return emit(node, "Mul", [wide, emit(node, "Unsqueeze", [picked, add_integers(graph, [-1])])], dtype=kind)
