@@ -9,11 +9,12 @@ import torch
 
 from dflash_export.build_plan import BuildPlan
 from dflash_export.drafter_gate import DrafterGate
-from dflash_export.evidence import TargetEvidence, gate_prompts, gather_target_evidence
+from dflash_export.evidence import RUN_WINDOW_TOKENS, TargetEvidence, gate_prompts, gather_target_evidence
 from dflash_export.layer_gate import LayerGate
 from dflash_export.parity import PrecisionPasses, check_target
 from dflash_export.tensor_files import ITEM_BYTES
 from dflash_export.weight_store import Progress
+from dflash_export.window_gate import check_windows
 from dflash_runtime.bundle import CheckRow, Manifest
 
 MEMORY_FACTORS = {"fp32": 3.0, "fp16": 5.0, "bf16": 5.0}
@@ -58,6 +59,8 @@ def check_portable(
         progress("check target", 2, 2)
     else:
         rows = LayerGate(root, manifest, plan.target.config, plan.target.places, passes).check(progress)
+    target, reached = plan.target, 0 if evidence is None else RUN_WINDOW_TOKENS
+    rows += check_windows(root, manifest, target.config, target.places, passes, progress, reached_tokens=reached)
     if plan.drafter is not None:
         progress("check drafter", 0, 1)
         taps = torch.from_numpy(evidence.text_taps)[None] if evidence is not None else None
