@@ -14,6 +14,8 @@ SUBCOMMANDS = {
     "add-drafter": "dflash_tools.add_drafter_command",
     "engines": "dflash_tools.engines_command",
     "run": "dflash_tools.run_command",
+    "bench": "dflash_tools.bench_command",
+    "tune": "dflash_tools.tune_command",
     "inspect": "dflash_tools.inspect_command",
     "validate": "dflash_tools.validate_command",
     "reference": "dflash_tools.reference_command",
