@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -13,14 +14,16 @@ from tiny_bundle import Sizes, write_bundle
 
 from dflash_runtime import DFlashError
 from dflash_tools import bench_run
+from dflash_tools.bench_agreement import main as agreement
 from dflash_tools.bench_command import command
 from dflash_tools.bench_job import SERVER, Job, Mode, Question
 from dflash_tools.bench_page import page
 from dflash_tools.bench_prompts import PromptSet, find_prompts
-from dflash_tools.bench_report import BenchReport, headline
+from dflash_tools.bench_report import BenchReport, disturbance_notes, headline
 from dflash_tools.bench_rounds import Settings, make_questions
 from dflash_tools.bench_server import ServerEngine
 from dflash_tools.bench_worker import measure, parse_device_memory
+from dflash_tools.device_conditions import DeviceConditions, MomentaryState
 
 SMALL = ["--num-prompts", "2", "--max-new-tokens", "16", "--threads", "1"]
 
@@ -62,7 +65,7 @@ def row(report: Any, mode: str) -> Any:
 
 def test_every_mode_is_measured_in_every_round(measured: tuple[Result, Any, str]) -> None:
     _, report, _ = measured
-    modes = ["plain", "block 4", "block 8", "block 4 scripted 1", "block 8 scripted 1", "block 8 scripted 8"]
+    modes = ["plain", "block 4", "block 8", "block 8 scripted 1", "block 8 scripted 8"]
     assert [found["mode"] for found in report["rows"]] == modes
     for found in report["rows"]:
         assert len(found["tokens_per_s"]["rounds"]) == 3
@@ -123,10 +126,11 @@ def test_the_page_works_offline_and_is_well_formed(measured: tuple[Result, Any, 
         assert text.count(f"{variable}:") >= 2, f"{variable} is not set for both colour schemes"
 
 
-def test_hostile_names_stay_text(measured: tuple[Result, Any, str], pair: Path) -> None:
+def test_hostile_names_stay_text(measured: tuple[Result, Any, str]) -> None:
     from dflash_runtime.bundle import decode
 
-    data = {**measured[1], "target": "<script>alert(1)</script>", "notes": ["a & b <i>"]}
+    pair_facts = {**measured[1]["pair"], "target": "<script>alert(1)</script>"}
+    data = {**measured[1], "pair": pair_facts, "notes": ["a & b <i>"]}
     text = page([decode(BenchReport, data, "the report")])
     assert "<script" not in text
     assert "a &amp; b &lt;i&gt;" in text
@@ -150,6 +154,18 @@ def test_a_headline_claims_no_more_than_the_interval(measured: tuple[Result, Any
     for found in data["comparisons"]:
         found["effect"] = {"ratio": 1.3, "low": 1.2, "high": 1.4, "rounds": [1.3], "verdict": "faster"}
     assert "1.30 x (1.20 to 1.40), faster" in headline(decode(BenchReport, data, "the report"))
+
+
+def test_a_reader_is_told_of_other_work_and_of_a_changed_mode() -> None:
+    conditions = DeviceConditions("d", "c", 4, "MAXN", None, None, None)
+    idle, busy = MomentaryState(2000, None, 0.4), MomentaryState(2000, None, 3.1)
+    assert disturbance_notes(conditions, idle, []) == []
+    assert disturbance_notes(conditions, MomentaryState(None, None, None), []) == []
+    (note,) = disturbance_notes(conditions, busy, [])
+    assert "load average 3.1 on 4 CPUs" in note
+    slower = dataclasses.replace(conditions, power_mode="15W")
+    (note,) = disturbance_notes(conditions, idle, conditions.differences(slower))
+    assert "power mode was MAXN and is 15W" in note
 
 
 def chat_settings(bundle: Path) -> Settings:
@@ -178,8 +194,9 @@ def test_a_server_is_asked_with_messages_and_counts_its_own_tokens() -> None:
             ServerEngine(Job(**{**job.__dict__, "served_model": "other"}))
     with pytest.raises(DFlashError, match="does not answer"):
         ServerEngine(job)
-    with serving(["a"], None) as fake, pytest.raises(DFlashError, match="sent no usage"):
-        measure(Job(**{**job.__dict__, "model": fake.url}))
+    for pieces, count, words in ((["a"], None, "sent no usage"), ([], 3, "sent no text"), (["abc"], 3, "in one piece")):
+        with serving(pieces, count) as fake, pytest.raises(DFlashError, match=words):
+            measure(Job(**{**job.__dict__, "model": fake.url}))
 
 
 def test_a_server_takes_part_in_a_measurement(prompts: Path, tmp_path: Path, pair: Path) -> None:
@@ -191,8 +208,9 @@ def test_a_server_takes_part_in_a_measurement(prompts: Path, tmp_path: Path, pai
     assert done.exit_code == 0, done.stderr
     (report,) = json.loads((tmp_path / "r.json").read_text())
     served = report["rows"][-1]
-    assert (served["label"], served["mode"], served["same_answers"]) == (fake.url, "as served", None)
-    assert any(found["second"] == f"{fake.url}, as served" for found in report["comparisons"])
+    label = f"{MODEL} at {fake.url}"
+    assert (served["label"], served["mode"], served["same_answers"]) == (label, "as served", None)
+    assert any(found["second"] == f"{label}, as served" for found in report["comparisons"])
 
 
 def test_turns_are_answered_one_by_one(pair: Path, tmp_path: Path) -> None:
@@ -293,6 +311,25 @@ def test_a_set_of_the_hub_says_how_it_can_be_had(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(DFlashError, match=r"pip install datasets.*--prompts gsm8k=FILE"):
         find_prompts("gsm8k", 1)
+
+
+def test_two_runs_agree_where_their_intervals_overlap(measured: tuple[Result, Any, str], tmp_path: Path) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    data = json.loads(json.dumps(measured[1]))
+    first.write_text(json.dumps([data]))
+    second.write_text(json.dumps([data]))
+    same = CliRunner().invoke(agreement, [str(first), str(second)])
+    assert same.exit_code == 0
+    assert f"All {len(data['comparisons'])} ratios agree" in same.stdout
+    effect = data["comparisons"][1]["effect"]
+    effect.update(low=effect["high"] * 1.01, ratio=effect["high"] * 1.02, high=effect["high"] * 1.03)
+    second.write_text(json.dumps([data]))
+    other = CliRunner().invoke(agreement, [str(first), str(second)])
+    assert other.exit_code == 1
+    assert f"1 of {len(data['comparisons'])} ratios differ" in other.stderr
+    assert other.stdout.count("DIFFER") == 1
+    second.write_text("[]")
+    assert "nothing in common" in CliRunner().invoke(agreement, [str(first), str(second)]).stderr
 
 
 def test_memory_on_a_gpu_is_that_of_the_process() -> None:

@@ -23,7 +23,7 @@ _MODULES = {
 
 
 def our_modes(bundle: Bundle, block_sizes: Sequence[int], scripted: Sequence[int]) -> list[Mode]:
-    """Plain decoding, every block size, and every scripted acceptance that fits into one.
+    """Plain decoding, every block size, and every scripted acceptance at the largest of them.
 
     Args:
         bundle: The pair.
@@ -32,7 +32,7 @@ def our_modes(bundle: Bundle, block_sizes: Sequence[int], scripted: Sequence[int
 
     Raises:
         PairError: block sizes for a bundle without a drafter, or one that is too large.
-        DFlashError: a script no block size has room for.
+        DFlashError: a script the largest block size has no room for.
     """
     manifest = bundle.manifest
     if manifest.drafter is None:
@@ -46,7 +46,7 @@ def our_modes(bundle: Bundle, block_sizes: Sequence[int], scripted: Sequence[int
     if scripted and max(scripted) > sizes[-1]:
         raise DFlashError(f"A round of block size {sizes[-1]} commits at most {sizes[-1]} tokens, not {max(scripted)}.")
     modes = [Mode(1), *(Mode(size) for size in sizes)]
-    return modes + [Mode(size, tokens) for size in sizes for tokens in sorted(set(scripted)) if tokens <= size]
+    return modes + [Mode(sizes[-1], tokens) for tokens in sorted(set(scripted))]
 
 
 def find_entrants(
@@ -61,7 +61,8 @@ def find_entrants(
     for name in dict.fromkeys(against):
         if name.startswith(f"{SERVER}:"):
             url, _, served = name.removeprefix(f"{SERVER}:").partition("#")
-            entrants.append(Entrant(SERVER, url, url, None, [Mode(1)], served or None))
+            label = f"{served} at {url}" if served else url
+            entrants.append(Entrant(SERVER, label, url, None, [Mode(1)], served or None))
             continue
         if name not in _MODULES:
             raise DFlashError(f"--against {name!r} is none of {', '.join(_MODULES)}, {SERVER}:URL.")

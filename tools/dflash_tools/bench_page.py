@@ -23,7 +23,7 @@ from dflash_tools.stage_times import STAGES
 
 def page(reports: Sequence[BenchReport]) -> str:
     """The whole page; each bundle is a section."""
-    titles = " and ".join(dict.fromkeys(report.target for report in reports))
+    titles = " and ".join(dict.fromkeys(report.pair.target for report in reports))
     body = "\n".join("\n".join(_section(report)) for report in reports)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -35,10 +35,10 @@ def page(reports: Sequence[BenchReport]) -> str:
 
 
 def _section(report: BenchReport) -> Iterator[str]:
-    pair = report.target + (f" with {report.drafter}" if report.drafter else ", no drafter")
+    pair = report.pair.target + (f" with {report.pair.drafter}" if report.pair.drafter else ", no drafter")
     yield f"<header><p class='kicker'>dflash-export bench {_e(report.tool_version)}, {_e(report.started)}</p>"
     yield f"<h1>{_e(pair)}</h1><p class='headline'>{_e(headline(report))}</p>"
-    settings = f"{report.backend}, {setting_words(report)}. {device_words(report)}."
+    settings = f"{report.pair.backend}, {setting_words(report)}. {device_words(report)}."
     yield f"<p class='quiet'>{_e(settings)}</p></header>"
     for note in report.notes:
         yield f"<p class='note'>{_e(note)}</p>"
@@ -48,6 +48,7 @@ def _section(report: BenchReport) -> Iterator[str]:
     yield from _cycle(report)
     yield from _contexts(report)
     yield from _table(report)
+    yield from _detail_tables(report)
     yield from _facts(report)
 
 
@@ -131,6 +132,38 @@ def _contexts(report: BenchReport) -> Iterator[str]:
         yield _figure("Latency over context", about, svg_chart.lines(series, "tokens of context", "ms a cycle"))
 
 
+def _detail_tables(report: BenchReport) -> Iterator[str]:
+    stages = [
+        [row_name(row), f"{row.prefill_ms or 0:.1f}", f"{row.prefill_context_ms or 0:.1f}",
+         *(f"{row.stages_ms[name]:.2f}" for name in STAGES)]
+        for row in report.rows
+        if row.stages_ms is not None
+    ]  # fmt: skip
+    if stages:
+        heads = ["engine, mode", "prefill", "its context rows", *(f"{name} a cycle" for name in STAGES)]
+        yield _small_table("Milliseconds by stage", heads, stages)
+    accepted = []
+    for row in report.rows:
+        if row.acceptance is not None:
+            mean = row.acceptance.mean
+            chances = " ".join(f"{100 * chance:.0f}" for chance in row.acceptance.survival)
+            counts = " ".join(map(str, row.acceptance.histogram))
+            accepted.append([row_name(row), f"{mean.over_rounds:.3f}", f"{mean.over_requests:.3f}", chances, counts])
+    if accepted:
+        heads = ["engine, mode", "tokens a round, mean over rounds", "mean over requests",
+                 "% accepted up to position 1, 2, ...", "rounds with 0, 1, ... accepted"]  # fmt: skip
+        yield _small_table("Acceptance", heads, accepted)
+
+
+def _small_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{_e(name)}</th>" for name in heads)
+    body = "".join("<tr>" + "".join(f"<td>{_e(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return (
+        f"<section><h2>{_e(title)}</h2><div class='wide'><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div></section>"
+    )
+
+
 def _table(report: BenchReport) -> Iterator[str]:
     yield "<section><h2>All numbers</h2><div class='wide'><table><thead><tr><th>engine, mode</th><th>precision</th>"
     yield "<th>tokens/s<br/>median (range)</th><th>first token<br/>ms</th><th>token ms<br/>p50 / p90 / p99</th>"
@@ -162,12 +195,17 @@ def _facts(report: BenchReport) -> Iterator[str]:
     peaks = ", ".join(f"{label} {bytes_text(size)}" for label, size in memory.peak_resident_bytes.items())
     on_gpu = ", ".join(f"{label} {bytes_text(size)}" for label, size in memory.device_bytes.items())
     versions = ", ".join(f"{name} {v}" for own in report.versions.values() for name, v in own.items())
-    load = "not reported" if report.before.load_average is None else f"{report.before.load_average:.2f}"
+    states = [(report.before, "before"), (report.after, "after")]
+    clocks = "; ".join(
+        f"{when}: CPU {state.cpu_clock_mhz or 'not reported'} MHz, GPU {state.gpu_clock_mhz or 'not used'}, "
+        f"load {'not reported' if state.load_average is None else f'{state.load_average:.2f}'}"
+        for state, when in states
+    )
     rows = [
         ("command", report.command),
         ("prompts", f"{prompt_words(prompts)}; wrapped as: {prompts.wrapping}; sha256 {prompts.sha256[:16]}"),
         ("machine", device_words(report)),
-        ("load before the start", load),
+        ("clocks and load", clocks),
         ("memory", f"weights {bytes_text(memory.weight_bytes)}, KV caches {bytes_text(memory.kv_bytes)} at full "
                    f"context, engines {bytes_text(memory.engine_bytes)}"),
         ("peak resident", peaks),

@@ -7,13 +7,27 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dflash_tools.bench_result import Comparison, ContextResult, ModeResult, row_name
-from dflash_tools.bench_statistics import FASTER, TOO_FEW, effect_text
+from dflash_tools.bench_statistics import FASTER, FEWEST_ROUNDS, TOO_FEW, effect_text
 from dflash_tools.device_conditions import DeviceConditions, MomentaryState
 from dflash_tools.sizes import bytes_text
 
 SCHEMA_VERSION = 1
 BUSY_LOAD_SHARE = 0.5
 """Load before the start above which other work disturbs: half of the CPUs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PairFacts:
+    """What was measured."""
+
+    bundle: str
+    target: str
+    drafter: str | None
+    drafter_block_size: int | None
+    """What the drafter was trained for."""
+    backend: str
+    threads: int | None
+    """None where every engine chose."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +68,7 @@ class BenchReport:
     """UTC, ISO 8601."""
     duration_s: float
     tool_version: str
-    bundle: str
-    target: str
-    drafter: str | None
-    drafter_block_size: int | None
-    backend: str
-    threads: int | None
+    pair: PairFacts
     rounds: int
     prompts: PromptFacts
     conditions: DeviceConditions
@@ -81,15 +90,29 @@ class BenchReport:
         return dataclasses.asdict(self)
 
 
-def disturbance_notes(conditions: DeviceConditions, before: MomentaryState) -> list[str]:
-    """A note where other work ran when the measurement began."""
-    load = before.load_average
-    if load is None or load <= BUSY_LOAD_SHARE * conditions.num_cpus:
+def few_rounds_notes(rounds: int) -> list[str]:
+    """A note where there are too few rounds for a spread."""
+    if rounds >= FEWEST_ROUNDS:
         return []
-    return [
-        f"Other work ran on this machine: load average {load:.1f} on {conditions.num_cpus} CPUs before the start. "
-        "Times are longer and less steady than on an idle machine."
-    ]
+    return [f"Fewer than {FEWEST_ROUNDS} rounds cannot tell an effect from the spread; these are {rounds}."]
+
+
+def disturbance_notes(conditions: DeviceConditions, before: MomentaryState, changed: Sequence[str]) -> list[str]:
+    """Notes where other work ran when the measurement began, or the device's mode was not the same to the end.
+
+    Args:
+        conditions: At the begin.
+        before: Load at the begin.
+        changed: In what the conditions at the end differ, in words.
+    """
+    notes = [f"The device changed while it was measured: {words}. Measure again." for words in changed]
+    load = before.load_average
+    if load is not None and load > BUSY_LOAD_SHARE * conditions.num_cpus:
+        notes.append(
+            f"Other work ran on this machine: load average {load:.1f} on {conditions.num_cpus} CPUs before the start. "
+            "Times are longer and less steady than on an idle machine."
+        )
+    return notes
 
 
 def scripted_notes(rows: Sequence[ModeResult]) -> list[str]:
@@ -104,7 +127,8 @@ def scripted_notes(rows: Sequence[ModeResult]) -> list[str]:
 
 def terminal_lines(report: BenchReport) -> Iterator[str]:
     """The report for a terminal."""
-    yield f"{report.target} with {report.drafter or 'no drafter'}, {report.backend}, {setting_words(report)}"
+    pair = report.pair
+    yield f"{pair.target} with {pair.drafter or 'no drafter'}, {pair.backend}, {setting_words(report)}"
     yield f"prompts: {prompt_words(report.prompts)}"
     yield f"device: {device_words(report)}"
     yield ""
@@ -126,7 +150,8 @@ def terminal_lines(report: BenchReport) -> Iterator[str]:
 
 def setting_words(report: BenchReport) -> str:
     """Threads, rounds and length of the measurement."""
-    threads = "threads as each engine chooses" if report.threads is None else f"{report.threads} threads"
+    count = report.pair.threads
+    threads = "threads as each engine chooses" if count is None else "1 thread" if count == 1 else f"{count} threads"
     rounds = "1 round" if report.rounds == 1 else f"{report.rounds} rounds"
     return f"{threads}, {rounds} of processes in turn, {report.duration_s:.0f} s"
 

@@ -58,6 +58,8 @@ class ServerEngine:
             counted = (event.get("usage") or {}).get("completion_tokens", counted)
         if not stamps or counted is None:
             raise DFlashError(f"{self._url} sent {'no usage' if stamps else 'no text'} for question {number}.")
+        if len(stamps) == 1 and int(counted) > 1:
+            raise DFlashError(f"{self._url} sent {counted} tokens in one piece, so their times cannot be told.")
         return Answer(
             mode=mode,
             question=number,

@@ -72,10 +72,10 @@ def measure_profile(
     settings = Settings(bundle.path, options.backend, options.threads, "cpu", place.precision, args)
     questions = make_questions(prompts, settings, options.max_new_tokens, raw=False, scratch=scratch)
     modes = our_modes(bundle, options.block_sizes, ())
-    lengths = contexts_for(bundle, options.contexts)
     with contextlib.closing(OurEngine(_job(settings, modes))) as engine:
         engine.answer(modes[-1], 0, dataclasses.replace(questions[0], max_new_tokens=16))  # warms up
-        costs = _costs(engine, modes, context_questions(questions, lengths, bundle), options.rounds, progress)
+        at_lengths = context_questions(questions, contexts_for(bundle, options.contexts), bundle)
+        costs = _costs(engine, modes, at_lengths, options.rounds, progress)
         acceptance = [_acceptance(engine, mode, questions, progress) for mode in modes if mode.block_size > 1]
     return SpeedProfile(
         made=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -85,12 +85,14 @@ def measure_profile(
         engine_sha256=place.record_sha256,
         conditions=conditions,
         load_average=before.load_average,
-        prompts=ProfilePrompts(
-            prompts.name, prompts.sha256, len(questions), options.max_new_tokens, thinking_words(template, args)
-        ),
+        prompts=_prompt_facts(prompts, questions, thinking_words(template, args)),
         costs=costs,
         acceptance=acceptance,
     )
+
+
+def _prompt_facts(prompts: PromptSet, questions: Sequence[Question], thinking: str) -> ProfilePrompts:
+    return ProfilePrompts(prompts.name, prompts.sha256, len(questions), questions[0].max_new_tokens, thinking)
 
 
 def _costs(
