@@ -33,6 +33,13 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "pipeline",
     "tiny_configs",
 } | {
+    "debug_graphs",
+    "ort_probe",
+    "portable_reference",
+    "reference_building",
+    "torch_oracle",
+    "validate_bisect",
+} | {
     "answer_attention",
     "answer_batch",
     "answer_linear",
@@ -50,6 +57,7 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "training_processes",
     "training_run",
     "training_schedule",
+    "training_start",
     "training_taps",
     "training_target",
 }
@@ -99,7 +107,7 @@ def test_no_module_imports_against_an_arrow(package: str) -> None:
 
 def test_every_runtime_and_tools_module_imports_with_the_base_install() -> None:
     # A backend file imports its one library at the top; it is opened by name.
-    behind = {f"dflash_runtime.{name}" for name in ("ort_cpu", "ort_cuda", "ort_fixed_graph", "cuda_device")}
+    behind = {f"dflash_runtime.{name}" for name in ("ort_cpu", "ort_engine", "cuda_device")}
     behind |= {f"dflash_tools.{name}" for name in BEHIND_THE_DOOR}
     names = [name for name in modules("dflash_runtime") + modules("dflash_tools") if name not in behind]
     done = run_without(HEAVY, f"import importlib\nfor name in {names!r}:\n    importlib.import_module(name)\n")
@@ -119,7 +127,8 @@ def test_every_engines_module_imports_where_torch_is_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "build", "add-drafter", "engines", "run", "inspect", "make-data", "train-drafter"]
+    "command",
+    ["", "build", "add-drafter", "engines", "run", "inspect", "validate", "reference", "make-data", "train-drafter"],
 )
 def test_help_works_with_the_base_install(command: str) -> None:
     arguments = [*([command] if command else []), "--help"]

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from dflash_engines.build_process import FinishedBuild, run_build
 from dflash_engines.builder_memory import builder_peak_bytes
+from dflash_engines.call_profiles import call_profiles
 from dflash_engines.tensorrt_build import BuildOrder
 from dflash_engines.tensorrt_network import Network, make_network
 from dflash_engines.tensorrt_versions import VersionRow
@@ -103,10 +104,8 @@ class EnginePlan:
         )  # fmt: skip
 
     def profiles(self, kind: str) -> list[EngineProfile]:
-        """Shapes, smallest first: of the profiles that cover a call, the first is the one to use."""
-        sizes = self.block_sizes if kind == "drafter" else sorted({1, *self.block_sizes, self.chunk})
-        logit_rows = {n: 0 if kind != "target" else n if n in self.block_sizes else 1 for n in sizes}
-        return [EngineProfile(n, logit_rows[n], rows) for n in sizes for rows in self._capacities()]
+        """See `call_profiles`."""
+        return call_profiles(kind, self.block_sizes, self.chunk, self._capacities())
 
     def _capacities(self) -> list[int]:
         """Rows of cache a call may read: all in the fused form; in the primitive form short contexts read less."""

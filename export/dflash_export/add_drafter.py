@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from dflash_export.build import describe, provenance
 from dflash_export.catalog import drafter_template_args
 from dflash_export.drafter_build import DrafterPlan, default_block_sizes, plan_drafter, trace_and_store_drafter
+from dflash_export.drafter_data_record import recorded_template_args
 from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import write_graph
 from dflash_export.taps import select_taps
@@ -89,7 +90,8 @@ def write_with_drafter(
     windows = [tensor.window_tokens for tensor in old.target.graph.state[0::2]]
     graph = finish_interface(model, "target", old.target.graph.file, windows)
     write_graph(model, weights, root, graph.file)
-    known = drafter_template_args(plan.checkpoint.source.id)
+    found = plan.checkpoint
+    known = {**drafter_template_args(found.source.id), **recorded_template_args(found.folder)}
     manifest = dataclasses.replace(
         old,
         block_sizes=sorted(set(block_sizes)) or default_block_sizes(plan.config),

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from dflash_export.catalog import CATALOG, drafter_template_args
 from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config
 from dflash_export.drafter_build import DrafterPlan, default_block_sizes, plan_drafter
+from dflash_export.drafter_data_record import recorded_template_args
 from dflash_export.match_weights import untie_if_stored_apart
 from dflash_export.rope_limits import exact_context_limit
 from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
@@ -123,7 +124,10 @@ class BuildPlan:
 
     def template_args(self) -> dict[str, Any]:
         """Chat template arguments: what the drafter was trained with, unless the user says otherwise."""
-        known = {} if self.drafter is None else drafter_template_args(self.drafter.checkpoint.source.id)
+        if self.drafter is None:
+            return dict(self.options.template_args)
+        found = self.drafter.checkpoint
+        known = {**drafter_template_args(found.source.id), **recorded_template_args(found.folder)}
         return {**known, **self.options.template_args}
 
 

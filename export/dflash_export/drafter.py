@@ -5,6 +5,7 @@ Letters: B batch, C context rows, b block tokens (anchor included), K taps, H hi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 from dflash_export.drafter_attention import LayerAttention
 from dflash_export.drafter_config import DrafterConfig
+from dflash_export.drafter_dflash2 import CandidateSelector, DynamicConv
 from dflash_export.drafter_rope import rope_frequencies
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -80,6 +82,9 @@ class _Layer(nn.Module):
         self.mlp = _Mlp(config)
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        added = config.dflash2
+        self.attention_conv = None if added is None else DynamicConv(added, config.hidden_size)
+        self.mlp_conv = None if added is None else DynamicConv(added, config.hidden_size)
 
 
 class Drafter(nn.Module):
@@ -88,7 +93,8 @@ class Drafter(nn.Module):
     Attributes:
         config: Its facts.
         embed_tokens: The raw table [V, H]; never a target's own embedding module, which may scale or normalise.
-        lm_head: The output head [V, H].
+        lm_head: The output head [V, H], or [draft vocabulary, H].
+        target_ids: The target's id of each row of a head over part of the vocabulary; None for the whole one.
     """
 
     def __init__(self, config: DrafterConfig, vocab_size: int) -> None:
@@ -100,7 +106,11 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
         self.norm = Norm(H, config.rms_norm_eps)
         self.embed_tokens = nn.Embedding(vocab_size, H)
-        self.lm_head = nn.Linear(H, vocab_size, bias=False)
+        self.lm_head = nn.Linear(H, config.draft_vocab_size or vocab_size, bias=False)
+        self.target_ids: Tensor | None
+        self.register_buffer("target_ids", None, persistent=False)
+        if config.dflash2 is not None:
+            self.candidate_selector = CandidateSelector(config.dflash2, H, vocab_size)
         with torch.device("cpu"):  # real values even where the parameters are hollow
             frequencies, self.rope_factor = rope_frequencies(
                 config.rope_parameters, config.head_dim, config.max_position_tokens, "the drafter's config"
@@ -134,18 +144,40 @@ class Drafter(nn.Module):
             attend: Attention over context and block.
         """
         hidden = _scaled(self.embed_tokens(input_ids), self.config.input_embedding_scale)
-        turn = self.rotation(positions, hidden.dtype)
+        dtype, turn = hidden.dtype, self.rotation(positions, hidden.dtype)
+        if self.config.dflash2 is not None:
+            hidden = hidden.float()  # the sums between the sublayers of DFlash 2 leave fp16's range
         for i, layer in enumerate(self._layers()):
-            x = layer.input_layernorm(hidden)
-            key, value = layer.self_attn.rows(x, turn)
-            seen = attend(i, layer.self_attn.query(x, turn), key, value)
-            hidden = hidden + layer.self_attn.o_proj(seen.transpose(1, 2).flatten(2))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        output: Tensor = self.norm(hidden)
+            attention = functools.partial(self._attention, i, layer, turn, attend)
+            hidden = hidden + _between(layer.attention_conv, attention, layer.input_layernorm(hidden).to(dtype))
+            hidden = hidden + _between(layer.mlp_conv, layer.mlp, layer.post_attention_layernorm(hidden).to(dtype))
+        output: Tensor = self.norm(hidden).to(dtype)
         return output
 
+    def _attention(self, i: int, layer: _Layer, turn: tuple[Tensor, Tensor], attend: Attend, x: Tensor) -> Tensor:
+        key, value = layer.self_attn.rows(x, turn)
+        seen = attend(i, layer.self_attn.query(x, turn), key, value)
+        output: Tensor = layer.self_attn.o_proj(seen.transpose(1, 2).flatten(2))
+        return output
+
+    def proposals(self, hidden: Tensor, logits: Tensor, anchor_ids: Tensor) -> Tensor:
+        """The greedy proposals, ids of the target's vocabulary.
+
+        Args:
+            hidden: [B, S, H] of the slots after the anchor.
+            logits: [B, S, V] from `logits`.
+            anchor_ids: [B, 1]
+
+        Returns:
+            [B, S]
+        """
+        if self.config.dflash2 is not None:
+            return self.candidate_selector.walk(hidden, logits, anchor_ids)
+        best = logits.argmax(-1)
+        return best if self.target_ids is None else self.target_ids[best]
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, V] in fp32."""
+        """[B, S, H] -> [B, S, V] in fp32; V is the draft vocabulary where the drafter has one of its own."""
         logits = _scaled(self.lm_head(hidden).float(), self.config.output_multiplier)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -160,6 +192,11 @@ class Drafter(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, _Layer)]
 
 
+def _between(conv: DynamicConv | None, sublayer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A sublayer, between its convolutions where there are any."""
+    return sublayer(x) if conv is None else conv.around(sublayer, x)
+
+
 def _scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else x * factor
 
@@ -169,6 +206,24 @@ def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     cosine, sine = turn
     low, high = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-high, low), dim=-1) * sine
+
+
+@torch.no_grad()
+def proposals_by_definition(drafter: Drafter, hidden: Tensor, logits: Tensor, anchor_ids: Tensor) -> Tensor:
+    """The reference of `Drafter.proposals`: DFlash 2 walks from slot to slot.
+
+    Args:
+        drafter: With real weights.
+        hidden: [B, b, H] of the whole block, as `draft_without_cache` gives it.
+        logits: [B, b - 1, V] of the slots after the anchor.
+        anchor_ids: [B, 1]
+
+    Returns:
+        [B, b - 1]
+    """
+    if drafter.config.dflash2 is not None:
+        return drafter.candidate_selector.walk_slot_by_slot(hidden[:, 1:], logits, anchor_ids)
+    return drafter.proposals(hidden[:, 1:], logits, anchor_ids)
 
 
 @torch.no_grad()

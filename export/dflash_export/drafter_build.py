@@ -106,7 +106,7 @@ def trace_and_store_drafter(
     progress("trace drafter", 0, 2)
     context = trace_context(plan.config, TORCH_DTYPES[dtype])
     progress("trace drafter", 1, 2)
-    tables = DrafterTables(embedding, head, target.vocab_size)
+    tables = DrafterTables(embedding, head, target.vocab_size, plan.weights.target_ids)
     draft = trace_drafter(plan.config, tables, TORCH_DTYPES[dtype])
     progress("trace drafter", 2, 2)
     stored = store_weights(root, DRAFTER_WEIGHTS, plan.weights.bundle_places, dtype, progress)

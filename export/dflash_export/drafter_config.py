@@ -1,4 +1,4 @@
-"""A DFlash drafter's facts, from the config.json layouts in use.
+"""A drafter's facts, from the config.json layouts in use.
 
 Keys moved between config.json's top level and its `dflash_config` over time; both places are read, and two places
 that disagree are an error, because a wrong guess shows only as lower acceptance.
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_export.drafter_attention import LayerAttention, read_layer_attention
-from dflash_export.drafter_kinds import PLAIN_ARCHITECTURE, refuse_other_kinds
+from dflash_export.drafter_kinds import DFLASH2_ARCHITECTURE, refuse_other_kinds
+from dflash_export.drafter_layouts import find_layout
 from dflash_export.drafter_rope import read_rope_parameters, rope_frequencies
 from dflash_export.json_file import read_json
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
@@ -22,9 +23,24 @@ DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True)
+class DFlash2Config:
+    """What DFlash 2 adds: convolutions over the block, and a selector among the likeliest candidates."""
+
+    conv_kernel_size: int
+    """Block tokens a convolution sees, the token itself counted."""
+    conv_group_size: int
+    """Neighbouring channels that share one token-dependent kernel."""
+    selector_rank: int
+    selector_top_k: int
+    """Candidates of each slot."""
+
+
+@dataclasses.dataclass(frozen=True)
 class DrafterConfig:
     """What the exporter needs to know of a drafter, every default settled."""
 
+    layout: str
+    """How its checkpoint is written; see `drafter_layouts`."""
     architecture: str
     num_layers: int
     hidden_size: int
@@ -36,6 +52,8 @@ class DrafterConfig:
     head_dim: int
     vocab_size: int | None
     """None where the config leaves it to the target."""
+    draft_vocab_size: int | None
+    """Rows of a head of its own over part of the vocabulary; None for the whole vocabulary."""
     rms_norm_eps: float
     attention_bias: bool
     """q, k, v and o projections all have biases."""
@@ -51,6 +69,12 @@ class DrafterConfig:
     input_embedding_scale: float
     output_multiplier: float
     final_logit_softcapping: float | None
+    dflash2: DFlash2Config | None = None
+    """None for DFlash."""
+    made_for: str | None = None
+    """The target it names, where its layout has a place for that."""
+    unknown_keys: tuple[str, ...] = ()
+    """Config keys that may change what it computes and that are not known here."""
     notes: tuple[str, ...] = ()
     """What was settled without the config saying so, for the user."""
 
@@ -86,10 +110,13 @@ def parse_drafter_config(config: Mapping[str, Any], where: str) -> DrafterConfig
         CheckpointError: a key is missing, has no usable value, or contradicts another one.
         UnsupportedModelError: another kind of drafter; the message names it.
     """
+    layout = find_layout(config)
+    unknown_keys = tuple(layout.unknown_keys(config))
+    config = layout.to_zlab(config, where)
     nested = config.get("dflash_config") or {}
     if not isinstance(nested, dict):
         raise CheckpointError(f"{where}: dflash_config is {type(nested).__name__} where an object is expected.")
-    refuse_other_kinds(config, nested, where)
+    architecture = refuse_other_kinds(config, nested, where)
     keys = _Keys(config, nested, where)
     notes: list[str] = []
     num_layers, hidden = keys.count("num_hidden_layers"), keys.count("hidden_size")
@@ -103,7 +130,8 @@ def parse_drafter_config(config: Mapping[str, Any], where: str) -> DrafterConfig
     rope_frequencies(rope, head_dim, max_position, where)  # a broken scaling shows here, before any work
     softcap = keys.number("final_logit_softcapping", 0.0)
     return DrafterConfig(
-        architecture=PLAIN_ARCHITECTURE,
+        layout=layout.name,
+        architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden,
         target_hidden_size=keys.count("target_hidden_size", required=False) or hidden,
@@ -112,6 +140,7 @@ def parse_drafter_config(config: Mapping[str, Any], where: str) -> DrafterConfig
         num_kv_heads=_kv_heads(keys, heads),
         head_dim=head_dim,
         vocab_size=keys.count("vocab_size", required=False),
+        draft_vocab_size=_draft_vocab_size(keys),
         rms_norm_eps=keys.number("rms_norm_eps", None),
         attention_bias=bool(config.get("attention_bias", False)),
         layers=read_layer_attention(config, nested, num_layers, where),
@@ -124,6 +153,9 @@ def parse_drafter_config(config: Mapping[str, Any], where: str) -> DrafterConfig
         input_embedding_scale=keys.number("input_embedding_scale", 1.0),
         output_multiplier=keys.number("output_multiplier", 1.0),
         final_logit_softcapping=softcap if softcap > 0 else None,
+        dflash2=_dflash2(keys, hidden) if architecture == DFLASH2_ARCHITECTURE else None,
+        made_for=config.get("made_for"),
+        unknown_keys=unknown_keys,
         notes=tuple(notes),
     )
 
@@ -192,6 +224,22 @@ def _kv_heads(keys: _Keys, heads: int) -> int:
             f"{keys.where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}."
         )
     return kv_heads
+
+
+def _draft_vocab_size(keys: _Keys) -> int | None:
+    rows, whole = keys.count("draft_vocab_size", required=False), keys.count("vocab_size", required=False)
+    return None if rows in (None, whole) else int(rows)
+
+
+def _dflash2(keys: _Keys, hidden: int) -> DFlash2Config:
+    kernel, group = keys.count("conv_kernel_size"), keys.count("conv_group_size")
+    if hidden % group:
+        raise CheckpointError(f"{keys.where}: hidden_size {hidden} is no multiple of conv_group_size {group}.")
+    if _draft_vocab_size(keys) is not None:
+        raise UnsupportedModelError(
+            f"{keys.where} describes a DFlash 2 drafter with a reduced vocabulary; its codebooks need the whole one."
+        )
+    return DFlash2Config(kernel, group, keys.count("selector_rank"), keys.count("selector_top_k"))
 
 
 def _target_layer_ids(keys: _Keys, notes: list[str]) -> tuple[int, ...]:

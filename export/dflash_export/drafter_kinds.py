@@ -1,4 +1,4 @@
-"""Relatives of plain DFlash that this exporter does not serve, told apart by config keys and tensor names.
+"""Relatives of DFlash that this exporter does not serve, told apart by config keys and tensor names.
 
 They load as plain DFlash with parts silently skipped, and then only acceptance suffers; so they are refused by name.
 """
@@ -10,34 +10,34 @@ from typing import Any
 
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 
-PLAIN_ARCHITECTURE = "DFlashDraftModel"
+PLAIN_ARCHITECTURE, DFLASH2_ARCHITECTURE = "DFlashDraftModel", "DFlash2DraftModel"
+SERVED = "DFlash and DFlash 2 drafters can be exported."
 
 _LAGUNA = "a Laguna drafter (fused qkv_proj, g_proj gate, one norm per tap)"
-_MUSE = "a drafter in the muse_glimmer_assistant layout (encoder.fc, encoder.output_norm_enc)"
-_DFLASH2 = "a DFlash 2 drafter (DFlash2DraftModel: dynamic convolutions and a candidate selector)"
 _EXTRA_HEADS = "a Domino, DSpark or JetSpec drafter (extra heads over the DFlash body)"
 _SINKS = "a drafter with attention sinks (attention_sink_bias)"
-_REDUCED = "a drafter with a reduced vocabulary (d2t, t2d, or a head of its own with fewer rows)"
+_ANCHOR = "a drafter whose anchor slot predicts too"
 
 _BY_TENSOR: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("attention_conv.", "mlp_conv.", "candidate_selector."), _DFLASH2),
     (("markov_", "prefix_gru.", "embed_proj.", "confidence_", "logit_head."), _EXTRA_HEADS),
     (("qkv_proj", ".g_proj", "aux_hidden_norms"), _LAGUNA),
-    (("encoder.fc.", "encoder.output_norm_enc."), _MUSE),
     (("attention_sink_bias", ".sinks"), _SINKS),
-    (("d2t", "t2d"), _REDUCED),
     (("mask_hidden", "mask_embedding"), "a drafter with a learned mask embedding"),
 )
+_DFLASH2_KEYS = ("selector_top_k", "selector_rank", "conv_kernel_size")
 _QUANTISED = ("weight_scale", "weight_packed", "qweight", "qzeros", "weight_scale_inv", "input_scale")
 
 
-def refuse_other_kinds(config: Mapping[str, Any], nested: Mapping[str, Any], where: str) -> None:
-    """Refuses a config that describes something else than a plain DFlash drafter.
+def refuse_other_kinds(config: Mapping[str, Any], nested: Mapping[str, Any], where: str) -> str:
+    """Refuses a config that describes something else than a DFlash or DFlash 2 drafter.
 
     Args:
-        config: Content of config.json.
+        config: Content of config.json, in z-lab's spelling.
         nested: Its `dflash_config`, {} when absent.
         where: Path of the file, for messages.
+
+    Returns:
+        The architecture: `DFlashDraftModel` or `DFlash2DraftModel`.
 
     Raises:
         UnsupportedModelError: naming the kind.
@@ -45,21 +45,24 @@ def refuse_other_kinds(config: Mapping[str, Any], nested: Mapping[str, Any], whe
     """
     kind = _kind_by_config(config, nested)
     if kind is not None:
-        raise UnsupportedModelError(f"{where} describes {kind}. Only plain DFlash drafters can be exported.")
+        raise UnsupportedModelError(f"{where} describes {kind}. {SERVED}")
     quantisation = config.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
         raise CheckpointError(f"{where} describes a quantised drafter ({method}); give the unquantised checkpoint.")
     architectures = config.get("architectures") or []
-    if architectures and PLAIN_ARCHITECTURE not in architectures:
+    if architectures and not {PLAIN_ARCHITECTURE, DFLASH2_ARCHITECTURE} & set(architectures):
         raise UnsupportedModelError(
             f"{where} names the architecture {', '.join(map(str, architectures))}, and a DFlash drafter is a "
-            f"{PLAIN_ARCHITECTURE}. Give the drafter's folder or id, not the target's."
+            f"{PLAIN_ARCHITECTURE} or {DFLASH2_ARCHITECTURE}. Give the drafter's folder or id, not the target's."
         )
     if not architectures and not nested and "target_layer_ids" not in config:
         raise CheckpointError(
             f"{where} has neither architectures [{PLAIN_ARCHITECTURE!r}] nor a dflash_config; it is no DFlash drafter."
         )
+    # Tools that re-save a checkpoint have been seen to write the plain architecture over DFlash 2.
+    selects = any(nested.get(key, config.get(key)) is not None for key in _DFLASH2_KEYS)
+    return DFLASH2_ARCHITECTURE if selects or DFLASH2_ARCHITECTURE in architectures else PLAIN_ARCHITECTURE
 
 
 def _kind_by_config(config: Mapping[str, Any], nested: Mapping[str, Any]) -> str | None:
@@ -69,20 +72,14 @@ def _kind_by_config(config: Mapping[str, Any], nested: Mapping[str, Any]) -> str
     architectures = " ".join(map(str, config.get("architectures") or []))
     projector = value("projector_type")
     model_type = str(config.get("model_type", ""))
-    vocab = config.get("vocab_size")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     partial = value("partial_rotary_factor") or (rope.get("partial_rotary_factor") if isinstance(rope, dict) else None)
     kinds: list[tuple[bool, str]] = [
-        ("DFlash2" in architectures or value("selector_top_k") is not None, _DFLASH2),
-        (
-            "speculators_model_type" in config or "DFlashSpeculator" in architectures,
-            "a drafter in the speculators format (speculators_model_type)",
-        ),
-        (projector not in (None, "dflash"), f"a {projector} drafter (dflash_config.projector_type)"),
+        (projector not in (None, "dflash", "dflash2"), f"a {projector} drafter (dflash_config.projector_type)"),
         (any(k in architectures for k in ("Domino", "DSpark", "JetSpec")), _EXTRA_HEADS),
         (bool(value("causal_head")), "a JetSpec drafter (causal_head)"),
-        (bool(value("sample_from_anchor")), "a drafter whose anchor slot predicts too (sample_from_anchor)"),
-        (model_type.startswith("muse_glimmer"), _MUSE),
+        (bool(value("sample_from_anchor")), f"{_ANCHOR} (sample_from_anchor)"),
+        (bool(value("shift_label")), f"{_ANCHOR} (shift_label)"),
         ("laguna" in (model_type + architectures).lower(), _LAGUNA),
         (model_type.startswith("gemma4"), "a Gemma 4 shaped drafter (model_type gemma4)"),
         (bool(value("attention_sink_bias")), _SINKS),
@@ -92,7 +89,6 @@ def _kind_by_config(config: Mapping[str, Any], nested: Mapping[str, Any]) -> str
             False in (value("is_neox_style"), value("rope_is_neox_style")),
             "a drafter with interleaved rotary embedding (is_neox_style false)",
         ),
-        (value("draft_vocab_size") not in (None, vocab), _REDUCED),
     ]
     return next((name for found, name in kinds if found), None)
 
@@ -111,8 +107,6 @@ def refuse_foreign_tensors(names: Iterable[str], where: str) -> None:
     for name in sorted(names):
         for marks, kind in _BY_TENSOR:
             if any(name.startswith(mark) or f".{mark.lstrip('.')}" in f".{name}" for mark in marks):
-                raise UnsupportedModelError(
-                    f"{where} holds {name}, which belongs to {kind}. Only plain DFlash drafters can be exported."
-                )
+                raise UnsupportedModelError(f"{where} holds {name}, which belongs to {kind}. {SERVED}")
         if name.endswith(_QUANTISED):
             raise CheckpointError(f"{where} holds {name}: it is quantised; give the unquantised checkpoint.")

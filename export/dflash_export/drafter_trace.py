@@ -33,6 +33,8 @@ class DrafterTables:
     """Name in the bundle's weight index."""
     head_weight: str
     vocab_size: int
+    target_ids: Tensor | None = None
+    """The target's id of each row of the head, where it covers part of the vocabulary."""
 
 
 class _ContextForTrace(nn.Module):
@@ -73,7 +75,8 @@ class _DraftForTrace(nn.Module):
 
         hidden = self.drafter.block(input_ids, positions, attend_cached)
         logits = self.drafter.logits(hidden[:, 1:])
-        return {"draft_ids": logits.argmax(-1), "draft_logits": logits, "present": present}
+        ids = self.drafter.proposals(hidden[:, 1:], logits, input_ids[:, :1])
+        return {"draft_ids": ids, "draft_logits": logits, "present": present}
 
 
 def trace_context(config: DrafterConfig, dtype: torch.dtype) -> ir.Model:
@@ -135,6 +138,7 @@ def _hollow_drafter(config: DrafterConfig, tables: DrafterTables, dtype: torch.d
         set_parameter(drafter, name, nn.Parameter(data, requires_grad=False))
     if tables.embedding_weight == tables.head_weight:
         drafter.lm_head.weight = drafter.embed_tokens.weight
+    drafter.target_ids = tables.target_ids
     return drafter.eval()
 
 

@@ -8,16 +8,21 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from dflash_export.draft_vocabulary import MAPPING, read_target_ids
 from dflash_export.drafter import Drafter
 from dflash_export.drafter_config import DrafterConfig
-from dflash_export.drafter_kinds import refuse_foreign_tensors
+from dflash_export.drafter_kinds import DFLASH2_ARCHITECTURE, refuse_foreign_tensors
+from dflash_export.drafter_layouts import layout_named
 from dflash_export.tensor_files import TensorPlace
 from dflash_export.weight_store import TORCH_DTYPES
-from dflash_runtime.errors import CheckpointError, UnsupportedModelError
+from dflash_runtime.errors import CheckpointError
 
 PREFIX = "drafter."
 """Weights of the drafter's own are called this and their checkpoint name in the bundle."""
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+"""Tables of DFlash 2 with a row for every token of the vocabulary."""
+_OF_DFLASH2 = ("attention_conv.", "mlp_conv.", "candidate_selector.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +31,10 @@ class DrafterWeights:
 
     places: dict[str, TensorPlace]
     vocab_size: int
+    target_ids: Tensor | None = None
+    """The target's id of each row of a head over part of the vocabulary, int64."""
+    ignored: tuple[str, ...] = ()
+    """Tensors of the checkpoint that only training needs."""
 
     @property
     def bundle_places(self) -> dict[str, TensorPlace]:
@@ -59,21 +68,31 @@ def match_drafter_weights(
         where: The checkpoint, for messages.
 
     Raises:
-        CheckpointError: tensors missing, left over, or of another shape; all are named.
-        UnsupportedModelError: tensors of another kind of drafter, or a head over part of the vocabulary.
+        CheckpointError: tensors missing, left over, or of another shape; all are named. A draft vocabulary without a
+            sound mapping.
+        UnsupportedModelError: tensors of another kind of drafter.
     """
-    found = {name.removeprefix("model."): place for name, place in places.items() if "rotary_emb." not in name}
+    layout = layout_named(config.layout)
+    bare = {name.removeprefix("model."): place for name, place in places.items() if "rotary_emb." not in name}
+    ignored = tuple(sorted(bare.keys() & layout.of_training))
+    found = {layout.renamed.get(name, name): place for name, place in bare.items() if name not in ignored}
     if not found:
         raise CheckpointError(f"{where} holds no tensors. Download the checkpoint again.")
     refuse_foreign_tensors(found, where)
     wanted = drafter_shapes(config, vocab_size)
+    target_ids = None
+    if config.draft_vocab_size is not None:
+        target_ids = read_target_ids(found, config.draft_vocab_size, vocab_size, where)
+        found = {name: place for name, place in found.items() if name not in MAPPING}
     for name in (EMBEDDING, HEAD):
         if name not in found:
-            del wanted[name]
+            if name == EMBEDDING or target_ids is None:
+                del wanted[name]
         elif found[name].shape != wanted[name]:
-            raise UnsupportedModelError(
-                f"{where} holds {name} of shape {list(found[name].shape)} where the target's is {list(wanted[name])}: "
-                "a drafter with a reduced vocabulary. Only drafters over the whole vocabulary can be exported."
+            raise CheckpointError(
+                f"{where} holds {name} of shape {list(found[name].shape)}, and its config and target ask for "
+                f"{list(wanted[name])}. A head over part of the vocabulary needs draft_vocab_size in the config and "
+                "the tensor d2t."
             )
     missing, left = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing:
@@ -84,7 +103,7 @@ def match_drafter_weights(
     if left:
         raise CheckpointError(
             f"{where} holds {len(left)} tensors its config does not ask for: {', '.join(left)}. "
-            "Its config belongs to other weights, or it is another kind of drafter."
+            f"{_why_left(config, left)}"
         )
     wrong = [
         f"{name} is {list(found[name].shape)} and should be {list(shape)}"
@@ -93,7 +112,18 @@ def match_drafter_weights(
     ]
     if wrong:
         raise CheckpointError(f"{where} does not fit its config: {'; '.join(wrong)}.")
-    return DrafterWeights({name: found[name] for name in wanted}, vocab_size)
+    return DrafterWeights({name: found[name] for name in wanted}, vocab_size, target_ids, ignored)
+
+
+def _why_left(config: DrafterConfig, left: list[str]) -> str:
+    if config.dflash2 is None and any(part in name for name in left for part in _OF_DFLASH2):
+        return (
+            f"They belong to DFlash 2, and the config describes plain DFlash: it should name {DFLASH2_ARCHITECTURE} "
+            "and state the sizes of its convolutions and its selector."
+        )
+    if set(left) & set(MAPPING):
+        return "They map a vocabulary of the drafter's own, and the config states no draft_vocab_size for it."
+    return "Its config belongs to other weights, or it is another kind of drafter."
 
 
 def load_drafter(
@@ -115,6 +145,7 @@ def load_drafter(
         place = weights.places.get(name)
         tensor = borrowed[name] if place is None else read_tensor(place)
         set_parameter(drafter, name, nn.Parameter(tensor.to(dtype), requires_grad=False))
+    drafter.target_ids = weights.target_ids
     return drafter.eval()
 
 

@@ -201,3 +201,8 @@ def _allocate(state: list[StateTensor], capacity: int) -> dict[str, Array]:
         shape = [{"B": 1, "T": capacity}[d] if isinstance(d, str) else d for d in tensor.shape]
         buffers[tensor.input] = np.zeros(shape, np.float32)
     return buffers
+
+
+def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> OrtCpuBackend:
+    """See `backend.open_backend`."""
+    return OrtCpuBackend(bundle, threads, prefill_chunk_tokens)

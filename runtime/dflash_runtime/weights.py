@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.errors import BundleError, EngineError
+from dflash_runtime.errors import BundleError
 
 # BF16 has no NumPy type: its bits are the upper half of a float32.
 STORED: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -37,9 +37,7 @@ class MappedWeights:
             raise BundleError(f"Weight {name!r} {what}. Copy or build the bundle again.")
         count = int(np.prod(entry.shape, dtype=np.int64))
         stored = np.frombuffer(self._files[entry.file], STORED[entry.dtype], count, entry.offset_bytes)
-        if entry.dtype == "BF16":
-            stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return stored.astype(np.float32, copy=False).reshape(entry.shape)
+        return widened(stored, entry.dtype).reshape(entry.shape)
 
     def drop_pages(self) -> None:
         """Gives back the memory of what has been read so far; it is read again where it is needed."""
@@ -48,23 +46,8 @@ class MappedWeights:
                 file.madvise(mmap.MADV_DONTNEED)
 
 
-def narrowed(wide: npt.NDArray[Any], dtype: str, name: str) -> npt.NDArray[Any]:
-    """Float32 values as a dtype in safetensors' spelling, rounded to the nearest, ties to even, as PyTorch does.
-
-    Raises:
-        EngineError: finite values of the weight `name` that fp16 cannot hold.
-    """
-    if dtype == "F32":
-        return wide
+def widened(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """Values as they are stored in float32, exactly; the same array where they are float32."""
     if dtype == "BF16":
-        bits = np.ascontiguousarray(wide).view(np.uint32)
-        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-        return np.where(np.isnan(wide), np.uint16(0x7FC0), rounded)
-    with np.errstate(over="ignore"):
-        half = wide.astype(np.float16)
-    if not np.array_equal(np.isfinite(half), np.isfinite(wide)):
-        largest = float(np.abs(wide).max())
-        raise EngineError(
-            f"Weight {name!r} holds {largest:.4g}; fp16 ends at 65504. Build the engines with --precision bf16."
-        )
-    return half
+        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return stored.astype(np.float32, copy=False)

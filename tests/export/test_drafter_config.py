@@ -178,26 +178,22 @@ def test_rope_settings_that_cannot_be_used() -> None:
 @pytest.mark.parametrize(
     ("nested", "top", "name"),
     [
-        ({}, {"architectures": ["DFlash2DraftModel"]}, "a DFlash 2 drafter (DFlash2DraftModel"),
-        ({"selector_top_k": 16}, {}, "a DFlash 2 drafter (DFlash2DraftModel"),
         ({"projector_type": "domino"}, {}, "a domino drafter (dflash_config.projector_type)"),
         ({"projector_type": "dspark"}, {}, "a dspark drafter (dflash_config.projector_type)"),
         ({}, {"causal_head": True}, "a JetSpec drafter (causal_head)"),
-        ({}, {"speculators_model_type": "dflash"}, "a drafter in the speculators format (speculators_model_type)"),
         ({}, {"model_type": "laguna"}, "a Laguna drafter"),
-        ({}, {"model_type": "muse_glimmer_assistant"}, "a drafter in the muse_glimmer_assistant layout"),
         ({"attention_sink_bias": True}, {}, "a drafter with attention sinks (attention_sink_bias)"),
         ({}, {"attention_value_scale": 0.612}, "a drafter with attention_value_scale"),
         ({}, {"partial_rotary_factor": 0.5}, "a drafter with partial rotary embedding (partial_rotary_factor 0.5)"),
-        ({}, {"draft_vocab_size": 128}, "a drafter with a reduced vocabulary"),
         ({}, {"is_neox_style": False}, "a drafter with interleaved rotary embedding (is_neox_style false)"),
         ({"sample_from_anchor": True}, {}, "a drafter whose anchor slot predicts too (sample_from_anchor)"),
+        ({"shift_label": True}, {}, "a drafter whose anchor slot predicts too (shift_label)"),
     ],
 )
 def test_other_kinds_are_refused_by_name(nested: dict[str, Any], top: dict[str, Any], name: str) -> None:
     text = refusal(UnsupportedModelError, nested, **top)
     assert text.startswith(f"{WHERE} describes {name}")
-    assert text.endswith("Only plain DFlash drafters can be exported.")
+    assert text.endswith("DFlash and DFlash 2 drafters can be exported.")
 
 
 def test_what_is_no_drafter() -> None:

@@ -37,5 +37,6 @@ def few_steps(folder: Path, out: Path, **changes: Any) -> TrainResult:
         "num_layers": 2, "block_size": 4, "num_steps": 8, "batch_size": 3, "max_anchors": 5, "num_held_out": 3,
         "precision": "fp32", "dtype": "fp32", "report_every_steps": 3, **changes,
     }  # fmt: skip
-    options = TrainOptions(str(folder / "target"), folder / "answers.jsonl", out, **values)
+    data = values.pop("data", folder / "answers.jsonl")
+    options = TrainOptions(str(folder / "target"), data, out, **values)
     return train(options, Processes(0, 1, torch.device("cpu")), TrainingProgress())

@@ -35,8 +35,8 @@ def card_text(options: TrainOptions, result: TrainResult, argv: Sequence[str]) -
         [
             f"# DFlash drafter for {name}",
             "A block-diffusion drafter for speculative decoding (DFlash, arXiv 2602.06036). It proposes "
-            f"{options.block_size - 1} tokens at a time and works with this target only. Embedding and output head "
-            "are the target's.",
+            f"{result.config['block_size'] - 1} tokens at a time and works with this target only. Embedding and output "
+            "head are the target's.",
             _table(options, result),
             "## Acceptance\n\n" + _acceptance(result),
             "## Limits\n\n" + _limits(result),
@@ -58,11 +58,12 @@ def _table(options: TrainOptions, result: TrainResult) -> str:
     rows = [
         ("target", f"`{target_name(options.target)}`: {config['num_target_layers']} layers of {config['hidden_size']}"),
         ("drafter", f"{config['num_hidden_layers']} layers, {count_text(result.num_parameters)} parameters"),
-        ("block size", f"{options.block_size}, anchor included"),
+        ("block size", f"{result.config['block_size']}, anchor included"),
         ("taps", f"outputs of target layers {', '.join(map(str, own['target_layer_ids']))}, counted from 0"),
         ("mask token id", str(own["mask_token_id"])),
         ("data", f"{result.num_texts - result.num_held_out} texts with {result.num_answer_tokens:,} answer tokens"),
         *_data_rows(options),
+        ("first weights", _start(options, result)),
         (
             "recipe",
             f"{result.num_steps} steps of {settings['batch_size']} texts, at most {settings['max_anchors']} random "
@@ -77,6 +78,13 @@ def _table(options: TrainOptions, result: TrainResult) -> str:
         ),
     ]
     return "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows)
+
+
+def _start(options: TrainOptions, result: TrainResult) -> str:
+    if options.earlier is not None:
+        digest = result.settings["start"]
+        return f"those of the drafter `{target_name(options.earlier)}`, SHA-256 of its tensors {digest}"
+    return {"random": "random", "target": "copies of the target's last layers and final norm"}[options.init]
 
 
 def _data_rows(options: TrainOptions) -> list[tuple[str, str]]:

@@ -33,8 +33,16 @@ def _read_taps(ctx: click.Context, parameter: click.Parameter, value: str | None
     "--data", type=click.Path(path_type=Path), required=True, help="Answers: a file, or a folder made by make-data."
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the drafter's checkpoint.")
-@click.option("--layers", type=click.IntRange(1), default=5, show_default=True, help="Layers of the drafter.")
-@click.option("--block-size", type=click.IntRange(2), default=16, show_default=True, help="Anchor included.")
+@click.option("--from", "earlier", metavar="DRAFTER", help="Start with this drafter's weights, layers and taps.")
+@click.option(
+    "--init",
+    type=click.Choice(["random", "target"]),
+    default="random",
+    show_default=True,
+    help="First weights; target copies its last layers.",
+)
+@click.option("--layers", type=click.IntRange(1), help="Layers of the drafter.  [default: 5]")
+@click.option("--block-size", type=click.IntRange(2), help="Anchor included.  [default: 16]")
 @click.option(
     "--taps", callback=_read_taps, metavar="LAYER,...", help="Target layers to tap. [default: the authors' rule]"
 )
@@ -89,6 +97,8 @@ def command(as_json: bool, **values: Any) -> None:
 def _options(values: dict[str, Any]) -> Any:
     from dflash_tools.training_run import TrainOptions
 
+    if values["earlier"] is not None and values["init"] != "random":
+        raise click.UsageError("--from and --init target contradict each other; give one of them.")
     minutes = values["stop_after"]
     return TrainOptions(
         target=values["target"],
@@ -112,6 +122,8 @@ def _options(values: dict[str, Any]) -> Any:
         save_every_s=60 * values["save_every"],
         stop_after_s=None if minutes is None else 60 * minutes,
         resume=values["resume"],
+        init=values["init"],
+        earlier=values["earlier"],
     )
 
 

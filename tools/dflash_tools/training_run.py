@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ from typing import Any
 import torch
 
 from dflash_export.drafter import Drafter
+from dflash_export.drafter_data_record import DATA_RECORD
+from dflash_export.json_file import read_json
 from dflash_export.tap_rule import default_target_layer_ids
 from dflash_export.text_files import read_text_facts
 from dflash_export.weight_store import TORCH_DTYPES
+from dflash_runtime.bundle import write_text_atomically
 from dflash_runtime.errors import CheckpointError, OutputError
 from dflash_tools.acceptance import MeanAcceptance
+from dflash_tools.answer_writing import FACTS_FILE
 from dflash_tools.new_drafter import check_taps, drafter_config_json, make_drafter, round_parameters, write_drafter
 from dflash_tools.peak_memory import own_peak_bytes
 from dflash_tools.training_answers import Answers, read_answers
@@ -23,6 +28,7 @@ from dflash_tools.training_loop import Pace, Recipe, Training, run_training
 from dflash_tools.training_mask_id import choose_mask_token_id, read_token_facts
 from dflash_tools.training_processes import Processes, half_precision_pays
 from dflash_tools.training_progress import TrainingProgress
+from dflash_tools.training_start import read_earlier_drafter, settle_shape, start_from_drafter, start_from_target
 from dflash_tools.training_taps import CachedTaps, TapFileFacts, cache_bytes, cache_taps, is_cached
 from dflash_tools.training_target import FrozenTarget, find_target, target_digest
 
@@ -37,8 +43,8 @@ class TrainOptions:
     target: str
     data: Path
     out: Path
-    num_layers: int = 5
-    block_size: int = 16
+    num_layers: int | None = None
+    block_size: int | None = None
     layer_ids: tuple[int, ...] | None = None
     mask_token_id: int | None = None
     epochs: int = 6
@@ -56,6 +62,10 @@ class TrainOptions:
     save_every_s: float = 300.0
     stop_after_s: float | None = None
     resume: bool = False
+    init: str = "random"
+    """First weights: `random`, or `target` for copies of its last layers."""
+    earlier: str | None = None
+    """A drafter to start from; it decides layers, taps and mask id, and the block size unless that is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,23 +103,33 @@ def train(options: TrainOptions, processes: Processes, progress: TrainingProgres
         options.data, vocab_size=int(text.vocab_size), max_text_tokens=_text_limit(options, text),
         num_held_out=options.num_held_out,
     )  # fmt: skip
-    layer_ids = list(options.layer_ids or default_target_layer_ids(int(text.num_hidden_layers)))
+    earlier = None if options.earlier is None else read_earlier_drafter(options.earlier)
+    shape = settle_shape(
+        earlier, num_layers=options.num_layers, block_size=options.block_size, layer_ids=options.layer_ids,
+        mask_token_id=options.mask_token_id, default_layer_ids=default_target_layer_ids(int(text.num_hidden_layers)),
+    )  # fmt: skip
+    layer_ids = list(shape.layer_ids)
     check_taps(layer_ids, int(text.num_hidden_layers))
     config = drafter_config_json(
-        plan.config, num_layers=options.num_layers, block_size=options.block_size, layer_ids=layer_ids,
-        mask_token_id=_mask_token_id(options, plan.checkpoint.folder, int(text.vocab_size), answers),
+        plan.config, num_layers=shape.num_layers, block_size=shape.block_size, layer_ids=layer_ids,
+        mask_token_id=_mask_token_id(shape.mask_token_id, plan.checkpoint.folder, int(text.vocab_size), answers),
     )  # fmt: skip
     work = _work_folder(options)
     target = FrozenTarget.load(plan, processes.device)
     facts = TapFileFacts(answers.sha256, target_digest(plan), tuple(layer_ids), len(layer_ids) * int(text.hidden_size))
     taps = _taps(options, work, answers, facts, target, processes, progress)
     drafter = make_drafter(config, *target.tables(), options.seed)
+    if earlier is not None:
+        start_from_drafter(drafter, earlier)
+    elif options.init == "target":
+        start_from_target(drafter, target, layer_ids, taps.of(answers.trained[0]))
     del target  # what is left of it are the two tables
     recipe = _recipe(options, answers, processes)
     training = Training(drafter, answers, taps, recipe, processes)
     settings = {
         **dataclasses.asdict(recipe), "config": config, "answers": answers.sha256, "target": facts.target_sha256,
         "held_out": len(answers.held_out), "processes": processes.count,
+        "start": options.init if earlier is None else earlier.sha256,
     }  # fmt: skip
     state = load_state(work, settings)
     if state is not None:
@@ -131,10 +151,10 @@ def _text_limit(options: TrainOptions, text: Any) -> int:
     return min(options.max_text_tokens, int(trained)) if trained else options.max_text_tokens
 
 
-def _mask_token_id(options: TrainOptions, folder: Path, num_rows: int, answers: Answers) -> int:
+def _mask_token_id(wanted: int | None, folder: Path, num_rows: int, answers: Answers) -> int:
     stops = read_text_facts(folder, {})[0].stop_token_ids
     used = (i for text in answers.texts for i in text.token_ids)
-    return choose_mask_token_id(read_token_facts(folder, num_rows, stops), used, options.mask_token_id)
+    return choose_mask_token_id(read_token_facts(folder, num_rows, stops), used, wanted)
 
 
 def _work_folder(options: TrainOptions) -> Path:
@@ -184,11 +204,20 @@ def _write(
     round_parameters(drafter, dtype)
     acceptance = training.held_out_acceptance()
     count = write_drafter(options.out, config, drafter, dtype)
+    _write_data_record(options)
     with torch.no_grad():  # the state goes on with the unrounded ones
         for name, parameter in drafter.named_parameters():
             if name in trained:
                 parameter.copy_(trained[name])
     return acceptance, count
+
+
+def _write_data_record(options: TrainOptions) -> None:
+    """How `make-data` made the answers, where it did, without the target's place on this machine."""
+    facts = options.data / FACTS_FILE
+    if facts.is_file():
+        record = {key: value for key, value in read_json(facts).items() if key != "target"}
+        write_text_atomically(options.out / DATA_RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
 def _result(

@@ -48,6 +48,11 @@ class FrozenTarget:
         found: torch.device = next(self.model.parameters()).device
         return found
 
+    def layer(self, index: int) -> nn.Module:
+        """One decoder layer."""
+        found: nn.Module = self._layers[index]
+        return found
+
     def tables(self) -> tuple[Tensor, Tensor]:
         """The raw embedding table and the output head, [V, H] each; one tensor where they are tied.
 

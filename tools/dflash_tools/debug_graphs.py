@@ -1,0 +1,126 @@
+"""Debug engines: a bundle's graphs with inner tensors as outputs, named as the checkpoint's modules.
+
+A tensor gets its name from the weight that makes it: what is computed with `model.layers.0.mlp.up_proj.weight` is
+`model.layers.0.mlp.up_proj`, what goes into it `model.layers.0.mlp.up_proj:input`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import onnx_ir as ir
+
+from dflash_engines.half_precision import emulate_half, to_fp32
+from dflash_runtime.bundle import Bundle
+from dflash_runtime.engine_record import engine_folder, open_engine
+from dflash_tools.ort_probe import OrtProbe, open_session, widened
+
+INPUT = ":input"
+_HIDDEN = "hidden_states."
+_PRODUCTS = ("MatMul", "FusedMatMul", "Gemm")
+PORTABLE = "portable"
+
+
+def open_debug_probe(
+    bundle: Bundle, form: str, capacity_rows: int, *, inner: bool = True, exact: bool = False
+) -> OrtProbe:
+    """Opens graphs with their inner tensors in the open.
+
+    Args:
+        bundle: Whose.
+        form: `portable`, or a backend whose graphs ONNX Runtime's CPU can execute.
+        capacity_rows: Rows of the caches.
+        inner: Show inner tensors too.
+        exact: Compute a half-precision portable graph in fp32; otherwise each result is rounded as the graph says.
+    """
+    sessions, shown, names = dict[str, Any](), dict[str, dict[str, str]](), set[str]()
+    precision, upcast = bundle.manifest.precision, False
+    folder = bundle.path
+    if form != PORTABLE:
+        record = open_engine(bundle, form)
+        precision, upcast, folder = record.execution_precision, record.upcast, engine_folder(bundle, form)
+    models = {kind: ir.load(folder / file) for kind, file in bundle.manifest.graph_files().items()}
+    half = form == PORTABLE and precision != "fp32"
+    if half:
+        edit, upcast, precision = (to_fp32, True, "fp32") if exact else (emulate_half, False, precision)
+    for kind, model in models.items():
+        if inner:
+            shown[kind] = _show(model)
+        models[kind] = edit(model) if half else model
+        names |= {n for n in models[kind].graph.initializers if upcast and n in bundle.manifest.weights}
+    wide = widened(bundle, names)
+    for kind, model in models.items():
+        own = {n: wide[n] for n in model.graph.initializers if n in wide}
+        data: bytes = ir.to_proto(model).SerializeToString()
+        sessions[kind] = open_session(data, bundle.path.resolve(), own, list(own), None)
+    title = f"{form} graphs" if form == PORTABLE else form
+    return OrtProbe(title, precision, bundle, sessions, capacity_rows, shown, weights=wide)
+
+
+def inner_values(model: ir.Model) -> dict[str, ir.Value]:
+    """Names of inner tensors -> the values of a graph, in the graph's order; see the module."""
+    found: dict[str, ir.Value] = {}
+    owners: dict[int, set[str]] = {}
+    for value in model.graph.initializers.values():
+        outside = isinstance(value.const_value, ir.ExternalTensor)
+        owners[id(value)] = {str(value.name)} if outside else set()
+    for node in model.graph:
+        given = [value for value in node.inputs if value is not None]
+        static = [value for value in given if id(value) in owners]
+        if len(static) == len(given):
+            made_of = set[str]().union(*(owners[id(value)] for value in static)) if static else set[str]()
+            owners |= {id(value): made_of for value in node.outputs}
+            continue
+        for name, value in _named(node, given, static, owners):
+            if name not in found or _is_bias(static, owners):
+                found[name] = value
+        found |= {value.name: value for value in node.outputs if value.name and value.name.startswith(_HIDDEN)}
+    return found
+
+
+def _named(
+    node: ir.Node, given: list[ir.Value], static: list[ir.Value], owners: dict[int, set[str]]
+) -> Iterator[tuple[str, ir.Value]]:
+    weights = set[str]().union(*(owners[id(value)] for value in static)) if static else set[str]()
+    modules = {weight.rpartition(".")[0] for weight in weights}
+    if len(modules) != 1 or not node.outputs:
+        return
+    (module,) = modules
+    if node.op_type in _PRODUCTS:
+        yield module + INPUT, next(value for value in given if id(value) not in owners)
+    yield module, node.outputs[0]
+
+
+def _is_bias(static: list[ir.Value], owners: dict[int, set[str]]) -> bool:
+    return any(name.endswith(".bias") for value in static for name in owners[id(value)])
+
+
+def _show(model: ir.Model) -> dict[str, str]:
+    """Makes inner tensors outputs; output -> name."""
+    present = {value.name for value in model.graph.outputs}
+    taken = present | {value.name for value in model.graph.inputs}
+    shown: dict[str, str] = {}
+    for name, value in inner_values(model).items():
+        if value.name is None or value.name in taken:
+            continue
+        if value.name not in shown:
+            model.graph.outputs.append(value)
+        shown[value.name] = value.name if value.name.startswith(_HIDDEN) else shown.get(value.name, name)
+    return shown
+
+
+def ancestors(model: ir.Model, names: list[str]) -> set[str]:
+    """Names of all values that the given ones are computed from, themselves included."""
+    values = {value.name: value for value in (*model.graph.inputs, *(v for node in model.graph for v in node.outputs))}
+    waiting = [values[name] for name in names if name in values]
+    seen: set[str] = set()
+    while waiting:
+        value = waiting.pop()
+        if value.name is None or value.name in seen:
+            continue
+        seen.add(value.name)
+        producer = value.producer()
+        if producer is not None:
+            waiting += [one for one in producer.inputs if one is not None]
+    return seen

@@ -1,0 +1,153 @@
+"""A bundle's graphs in ONNX Runtime on the CPU with every output in the open: the engines of ort-cpu, or portable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from dflash_runtime.bundle import Bundle
+from dflash_runtime.engine_record import engine_folder, open_engine
+from dflash_runtime.errors import BackendError, EngineError
+from dflash_runtime.weights import MappedWeights
+from dflash_tools.reference_record import CONTEXT, DRAFTER, TARGET
+from dflash_tools.reference_tensors import Array, Tensors, cache_rows_of, rows_of, split_taps
+
+Weights = dict[str, ort.OrtValue]
+
+UNWRITTEN = 3.0
+"""What cache rows hold before they are written: a mask that lets them through changes the result."""
+
+
+class OrtProbe:
+    """Target and drafter as ONNX Runtime sessions over plain arrays."""
+
+    def __init__(self, name: str, precision: str, bundle: Bundle, sessions: Mapping[str, ort.InferenceSession],
+                 capacity_rows: int, inner: Mapping[str, Mapping[str, str]] | None = None, weights: object = None
+                 ) -> None:
+        """Binds sessions to caches.
+
+        Args:
+            name: For people.
+            precision: What the sessions compute in.
+            bundle: Whose graphs they are.
+            sessions: By kind of graph, with an fp32 interface.
+            capacity_rows: Rows T of the caches.
+            inner: By kind of graph: output of the session -> name of the inner tensor it shows.
+            weights: What the sessions read and do not own; kept as long as they are.
+        """
+        self.name, self.precision, self._sessions, self._inner = name, precision, dict(sessions), inner or {}
+        self._weights = weights
+        manifest = bundle.manifest
+        self._facts = {TARGET: manifest.target.graph}
+        if manifest.drafter is not None:
+            self._facts |= {CONTEXT: manifest.drafter.context_graph, DRAFTER: manifest.drafter.graph}
+        self._tap_count = len(manifest.taps.layer_ids)
+        self._capacity_rows = capacity_rows
+        self._caches: dict[str, dict[str, Array]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """See `GraphProbe.reset`."""
+        for model, facts in (("target", self._facts[TARGET]), ("drafter", self._facts.get(CONTEXT))):
+            if facts is not None:
+                self._caches[model] = {t.input: _unwritten(t.shape, self._capacity_rows) for t in facts.state}
+
+    def target(self, ids: Sequence[int], position: int) -> Tensors:
+        """See `GraphProbe.target`."""
+        rows = len(ids)
+        given = {"input_ids": np.array([ids], np.int64), "logit_rows": np.arange(rows)}
+        return self._run(TARGET, given, position, rows)
+
+    def context(self, taps: Array, position: int) -> Tensors:
+        """See `GraphProbe.context`."""
+        return self._run(CONTEXT, {"taps": taps[None].astype(np.float32)}, position, len(taps))
+
+    def draft(self, ids: Sequence[int], position: int) -> Tensors:
+        """See `GraphProbe.draft`."""
+        return self._run(DRAFTER, {"input_ids": np.array([ids], np.int64)}, position, len(ids))
+
+    def cache_rows(self, model: str) -> Tensors:
+        """See `GraphProbe.cache_rows`."""
+        outputs = {t.input: t.output for t in self._facts[TARGET if model == "target" else CONTEXT].state}
+        return {outputs[n]: cache_rows_of(a, 0, self._capacity_rows) for n, a in self._caches[model].items()}
+
+    def _run(self, kind: str, given: dict[str, Array], position: int, rows: int) -> Tensors:
+        if position + rows > self._capacity_rows:
+            raise BackendError(f"A call of {rows} rows at {position} passes a capacity of {self._capacity_rows} rows.")
+        session, facts = self._sessions[kind], self._facts[kind]
+        caches = self._caches["target" if kind == TARGET else "drafter"]
+        names = [output.name for output in session.get_outputs()]
+        values = session.run(names, {**given, "position": np.array([position]), **caches})
+        found = dict(zip(names, values, strict=True))
+        state = {tensor.output: tensor.input for tensor in facts.state}
+        tensors: Tensors = {}
+        for name, value in found.items():
+            if name in state:
+                caches[state[name]] = value
+                tensors[name] = cache_rows_of(value, position, position + rows)
+            elif name == "taps":
+                tensors |= split_taps(rows_of(value), self._tap_count)
+            else:
+                tensors[self._inner.get(kind, {}).get(name, name)] = rows_of(value)
+        return tensors
+
+
+def _unwritten(shape: Sequence[int | str], capacity_rows: int) -> Array:
+    sizes = [capacity_rows if d == "T" else 1 if d == "B" else int(d) for d in shape]
+    return np.full(sizes, UNWRITTEN, np.float32)
+
+
+def open_engine_probe(bundle: Bundle, backend: str, capacity_rows: int, threads: int | None = None) -> OrtProbe:
+    """The very graphs a backend of ONNX Runtime on the CPU executes. Needs nothing but ONNX Runtime.
+
+    Raises:
+        EngineError: no usable engine.
+    """
+    record = open_engine(bundle, backend)
+    wide: Weights = {}
+    if record.upcast:
+        wide = widened(bundle, [n for n, e in bundle.manifest.weights.items() if e.dtype in ("F16", "BF16")])
+    sessions = dict[str, ort.InferenceSession]()
+    for kind, file in bundle.manifest.graph_files().items():
+        data = (engine_folder(bundle, backend) / file).read_bytes()
+        folded = record.folded_weights.get(file, [])
+        sessions[kind] = open_session(data, bundle.path.resolve(), wide, folded, threads)
+    return OrtProbe(backend, record.execution_precision, bundle, sessions, capacity_rows, weights=wide)
+
+
+def widened(bundle: Bundle, names: Iterable[str]) -> Weights:
+    """Weights of a bundle in fp32, for sessions to read."""
+    mapped = MappedWeights(bundle)
+    return {name: ort.OrtValue.ortvalue_from_numpy(mapped.float32(name)) for name in names}
+
+
+def open_session(data: bytes, root: Path, wide: Weights, folded: Sequence[str], threads: int | None = None
+                 ) -> ort.InferenceSession:
+    """A session over serialised graph.
+
+    Args:
+        data: The graph.
+        root: Folder its weight files are relative to.
+        wide: Weights to give by name, in fp32; they must outlive the session.
+        folded: Those from which constants are computed when the session opens.
+        threads: CPU threads; None lets ONNX Runtime choose.
+
+    Raises:
+        EngineError: ONNX Runtime refuses the graph.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads or 0
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(root))
+    if folded:
+        options.add_external_initializers(list(folded), [wide[name] for name in folded])
+    for name, value in wide.items():
+        options.add_initializer(name, value)
+    try:
+        return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's errors share no base class
+        raise EngineError(f"ONNX Runtime {ort.__version__} cannot open a graph of {root}: {error}") from error

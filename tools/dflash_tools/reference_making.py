@@ -1,0 +1,229 @@
+"""Makes a reference: an oracle says what is right, half-precision twins of it say how far they deviate from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_export.deviation import deviation
+from dflash_tools.graph_probe import GraphProbe, joined_taps
+from dflash_tools.reference_calls import drafter_calls, target_calls
+from dflash_tools.reference_file import Reference
+from dflash_tools.reference_record import (
+    CONTEXT,
+    REFERENCE_SCHEMA_VERSION,
+    TARGET,
+    Call,
+    OwnDeviation,
+    PairFacts,
+    ReferenceFacts,
+    ReferenceText,
+    Round,
+)
+from dflash_tools.reference_tensors import Array, Tensors, is_output, sketch
+
+TOP_COUNT = 16
+"""Likeliest tokens whose logits are kept at every place, to judge another choice by its distance."""
+BUDGET_BYTES = {"outputs": 3 << 20, "inner": 1 << 20}
+"""Above this the rows of all tensors of a kind are sketched."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt as given, and the ids the checkpoint's own tokenizer makes of it."""
+
+    given: Any
+    ids: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What a reference shall cover."""
+
+    oracle: str
+    precision: str
+    config_sha256: str
+    pair: PairFacts
+    vocab_size: int
+    block_sizes: list[int]
+    max_context_tokens: int
+    new_tokens: int
+    versions: dict[str, str]
+
+
+def make_reference(
+    order: Order, prompts: Sequence[Prompt], oracle: GraphProbe, halves: Mapping[str, GraphProbe], progress: Progress,
+    budgets: Mapping[str, int] | None = None,
+) -> Reference:
+    """Runs the oracle over every text and call.
+
+    Args:
+        order: What to cover.
+        prompts: At least one.
+        oracle: In fp32.
+        halves: Half precision -> the same models in it.
+        progress: Called with stage, done, total.
+        budgets: Bytes of outputs and of inner tensors above which their rows are sketched.
+    """
+    arrays: dict[str, Array] = {}
+    texts, calls = [], list[Call]()
+    for i, prompt in enumerate(prompts):
+        progress("reference texts", i, len(prompts))
+        text, own = _text(order, prompt, oracle, i, calls, arrays)
+        texts.append(text)
+        calls += own
+    progress("reference texts", len(prompts), len(prompts))
+    results = _run(calls, texts, oracle, progress)
+    own_deviations = {name: _own(calls, results, texts, half) for name, half in halves.items()}
+    sketched = _keep(results, arrays, budgets or BUDGET_BYTES)
+    for n, text in enumerate(texts):
+        arrays[f"text{n}.taps"] = joined_taps(results[text.whole_call])
+        _keep_tops(f"text{n}.top", results[text.whole_call]["logits"][len(text.ids) - 1 : -1], arrays)
+    for n in range(1, len(texts)):
+        del arrays[f"text{n}.taps"]  # the drafter's calls are made on the first text
+    names = [list(result) for result in results]
+    facts = ReferenceFacts(
+        REFERENCE_SCHEMA_VERSION, order.oracle, order.precision, order.config_sha256, order.pair, texts, calls, names,
+        sketched, own_deviations, order.versions,
+    )  # fmt: skip
+    return Reference(facts, arrays)
+
+
+def _text(order: Order, prompt: Prompt, oracle: GraphProbe, index: int, before: Sequence[Call],
+          arrays: dict[str, Array]) -> tuple[ReferenceText, list[Call]]:
+    room = min(order.new_tokens, order.max_context_tokens - len(prompt.ids))
+    pair, size = order.pair, 1
+    if pair.has_drafter and pair.trained_block_size is not None:
+        size = min(pair.trained_block_size, max(order.block_sizes))
+    tokens, rounds, drafts = generate(oracle, prompt.ids, room, size, pair.mask_token_id)
+    whole = [*prompt.ids, *tokens]
+    first = 1 + max((call.sequence for call in before), default=-1)
+    calls = list(target_calls(index, first, prompt.ids, whole, order.vocab_size))
+    whole_call = len(before)
+    if pair.has_drafter and pair.mask_token_id is not None:
+        # Every row of the drafter's context, from all taps at once.
+        calls.append(Call(CONTEXT, first + 2, index, 0, [], len(whole), 0, f"context of all {len(whole)} rows"))
+        for r, logits in enumerate(drafts):
+            _keep_tops(f"text{index}.round{r}", logits, arrays)
+        if index == 0:
+            sizes = sorted({2, *order.block_sizes})
+            calls += drafter_calls(index, first + 3, prompt.ids, whole, sizes, pair.mask_token_id)
+    return ReferenceText(prompt.given, prompt.ids, tokens, size, rounds, whole_call), calls
+
+
+def generate(oracle: GraphProbe, ids: Sequence[int], new_tokens: int, block_size: int, mask: int | None
+             ) -> tuple[list[int], list[Round], list[Array]]:
+    """Greedy tokens and, with a drafter, its rounds: written out here, not by the loop it is a reference for.
+
+    Returns:
+        Tokens, rounds, and the draft logits [b - 1, V] of each round.
+    """
+    oracle.reset()
+    found = oracle.target(ids, 0)
+    tokens = [int(found["logits"][-1].argmax())]
+    if mask is not None:
+        oracle.context(joined_taps(found), 0)
+    rounds, drafts = [], []
+    while len(tokens) < new_tokens:
+        position, room = len(ids) + len(tokens) - 1, new_tokens - len(tokens)
+        proposed: list[int] = []
+        size = min(block_size, room + 1)
+        if mask is not None and size > 1:
+            logits = oracle.draft([tokens[-1], *[mask] * (size - 1)], position)["draft_logits"]
+            proposed = [int(token) for token in logits.argmax(-1)]
+            drafts.append(logits)
+        found = oracle.target([tokens[-1], *proposed], position)
+        chosen = [int(token) for token in found["logits"].argmax(-1)]
+        right = next((i for i, token in enumerate(proposed) if token != chosen[i]), len(proposed))
+        committed = chosen[: min(right + 1, room)]
+        if mask is not None:
+            oracle.context(joined_taps(found), position)
+            rounds.append(Round(position, tokens[-1], proposed, committed))
+        tokens += committed
+    return tokens, rounds, drafts
+
+
+def run_call(probe: GraphProbe, call: Call, taps: Array | None) -> Tensors:
+    """One call; the taps are the text's, of which the context takes its rows."""
+    if call.graph == TARGET:
+        return probe.target(call.ids, call.position)
+    if call.graph == CONTEXT:
+        assert taps is not None
+        return probe.context(taps[call.taps_from : call.taps_from + call.rows], call.position)
+    return probe.draft(call.ids, call.position)
+
+
+def _run(calls: Sequence[Call], texts: Sequence[ReferenceText], probe: GraphProbe, progress: Progress
+         ) -> list[Tensors]:
+    results: list[Tensors] = []
+    for number, call in enumerate(calls):
+        progress("reference calls", number, len(calls))
+        if number == 0 or call.sequence != calls[number - 1].sequence:
+            probe.reset()
+        whole = texts[call.text].whole_call
+        found = run_call(probe, call, joined_taps(results[whole]) if whole < number else None)
+        results.append({name: array for name, array in found.items() if name not in ("token_ids", "draft_ids")})
+    progress("reference calls", len(calls), len(calls))
+    return results
+
+
+def _own(calls: Sequence[Call], exact: Sequence[Tensors], texts: Sequence[ReferenceText], half: GraphProbe
+         ) -> OwnDeviation:
+    """The twin's deviation from the oracle on the same calls, each given the oracle's own taps."""
+    tensors, state = dict[str, float](), dict[str, float]()
+    margins = {TARGET: 0.0, "drafter": 0.0}
+    own_taps: Array | None = None
+    for number, call in enumerate(calls):
+        if number == 0 or call.sequence != calls[number - 1].sequence:
+            half.reset()
+        whole, expected = texts[call.text].whole_call, exact[number]
+        found = run_call(half, call, joined_taps(exact[whole]))
+        _add_deviations(tensors, call.graph, found, expected)
+        if call.graph == TARGET:
+            _add_deviations(state, call.graph, found, expected)
+            own_taps = joined_taps(found) if number == whole else own_taps
+        elif call.graph == CONTEXT and call.position == 0 and own_taps is not None and call.rows == len(own_taps):
+            _add_deviations(state, call.graph, half.context(own_taps, 0), expected)
+        for model, name in ((TARGET, "logits"), ("drafter", "draft_logits")):
+            if name in found:
+                margins[model] = max(margins[model], _margin_change(found[name], expected[name]))
+    return OwnDeviation(tensors, state, margins[TARGET], margins["drafter"])
+
+
+def _add_deviations(worst: dict[str, float], graph: str, found: Tensors, expected: Tensors) -> None:
+    for name in expected.keys() & found.keys():
+        key = f"{graph}/{name}"
+        worst[key] = max(worst.get(key, 0.0), deviation(found[name], expected[name]))
+
+
+def _margin_change(found: Array, exact: Array) -> float:
+    """Largest change of the distance from the likeliest token to one of the next likely ones, in logits."""
+    if not np.isfinite(found).all():
+        return float("inf")
+    top = np.argsort(-exact, axis=-1)[:, :TOP_COUNT]
+    one, two = (np.take_along_axis(logits, top, -1) for logits in (found, exact))
+    return float(np.abs((one[:, :1] - one) - (two[:, :1] - two)).max())
+
+
+def _keep(results: Sequence[Tensors], arrays: dict[str, Array], budgets: Mapping[str, int]) -> list[str]:
+    """Keeps tensors whole, or sketched where a kind of them is larger than its budget."""
+    sketched = []
+    for kind, wanted in (("outputs", True), ("inner", False)):
+        chosen = {f"{number}/{name}": array for number, result in enumerate(results)
+                  for name, array in result.items() if is_output(name) == wanted}  # fmt: skip
+        if sum(array.nbytes for array in chosen.values()) > budgets[kind]:
+            sketched.append(kind)
+            chosen = {key: sketch(array) for key, array in chosen.items()}
+        arrays |= chosen
+    return sketched
+
+
+def _keep_tops(key: str, logits: Array, arrays: dict[str, Array]) -> None:
+    ids = np.argsort(-logits, axis=-1, kind="stable")[:, :TOP_COUNT]
+    arrays[f"{key}_ids"] = ids.astype(np.int64)
+    arrays[f"{key}_logits"] = np.take_along_axis(logits, ids, -1).astype(np.float32)

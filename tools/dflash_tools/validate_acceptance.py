@@ -1,0 +1,130 @@
+"""Level `acceptance`: proposals, rounds and lengths against the reference's, and the gap with its class of cause."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from dflash_runtime import GenerationConfig, Session
+from dflash_runtime.backend import Backend
+from dflash_runtime.bundle import CheckRow
+from dflash_tools.acceptance import mean_acceptance
+from dflash_tools.reference_file import Reference
+from dflash_tools.validate_comparison import Bounds
+from dflash_tools.validate_facts import Fact
+from dflash_tools.validate_state import replay_rounds
+from dflash_tools.validate_tokens import margin_of
+from dflash_tools.validate_verdict import Divergence, Verdict, judge
+
+
+@dataclasses.dataclass(frozen=True)
+class ProposalDifference:
+    """A proposal that is not the reference's, made from the reference's own state."""
+
+    text: int
+    round: int
+    slot: int
+    """1 is the first proposal."""
+    found: int
+    expected: int
+    margin: float
+    """By how much the reference's own draft logits prefer the expected one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptanceGap:
+    """Mean acceptance length, tokens of a round with the target's own, on the same prompts."""
+
+    engine: float
+    reference: float
+    cause: str | None
+    """Class of cause where they differ: numerics, template or thinking mode, mask id, taps, window, ..."""
+
+    def text(self) -> str:
+        """The gap in one line."""
+        line = f"acceptance length {self.engine:.3f} on the engine, {self.reference:.3f} in the reference"
+        return line + (f": {self.cause}" if self.cause else "")
+
+
+def check_acceptance(
+    session: Session, backend: Backend, reference: Reference, bounds: Bounds, facts: Sequence[Fact], graphs_right: bool
+) -> tuple[Verdict, AcceptanceGap]:
+    """Drafts every text, freely and from the reference's own state before each round.
+
+    Args:
+        session: On the engine.
+        backend: The session's backend.
+        reference: What is right.
+        bounds: fp32 allows no difference; half precision one within a multiple of PyTorch's own change of margins.
+        facts: About the pair.
+        graphs_right: Whether level graph passed, which tells numerics from other causes.
+    """
+    rows, first = [fact.row() for fact in facts], next((f.divergence() for f in facts if f.is_wrong), None)
+    texts, lengths, same_rounds = reference.facts.texts, list[list[int]](), 0
+    for text in texts:
+        config = GenerationConfig(max_new_tokens=len(text.tokens), block_size=text.block_size, stop_token_ids=())
+        result = session.generate(text.ids, config)
+        lengths.append(result.acceptance_lengths)
+        expected = [one.proposed for one in text.rounds], [len(one.committed) for one in text.rounds]
+        same_rounds += (result.proposed_ids, result.acceptance_lengths) == expected
+    found = _differences(backend, reference)
+    rows.append(_proposal_row(found, reference, bounds))
+    if bounds.exact:
+        wrong = float(len(texts) - same_rounds)
+        covered = f"proposals, rounds and lengths of {len(texts)} texts, block {texts[0].block_size}"
+        rows.append(CheckRow("acceptance", "rounds", wrong, 0.0, wrong == 0, covered))
+    if first is None and not all(row.passed for row in rows):
+        first = _divergence(found, bounds)
+    gap = _gap(lengths, reference, facts, found, graphs_right)
+    return judge("acceptance", rows, first, [gap.text()]), gap
+
+
+def _differences(backend: Backend, reference: Reference) -> list[ProposalDifference]:
+    found = []
+    for index, text in enumerate(reference.facts.texts):
+        _, proposals, _ = replay_rounds(backend, text)
+        for number, (one, proposed) in enumerate(zip(text.rounds, proposals, strict=True)):
+            for slot, (ours, theirs) in enumerate(zip(proposed, one.proposed, strict=True)):
+                if ours != theirs:
+                    margin = margin_of(reference, f"text{index}.round{number}", slot, ours)
+                    found.append(ProposalDifference(index, number, slot + 1, ours, theirs, margin))
+    return found
+
+
+def _proposal_row(found: Sequence[ProposalDifference], reference: Reference, bounds: Bounds) -> CheckRow:
+    rounds = [one for text in reference.facts.texts for one in text.rounds]
+    covered = f"{sum(len(one.proposed) for one in rounds)} proposals in {len(rounds)} rounds, each from the right state"
+    if bounds.exact:
+        return CheckRow("acceptance", "proposals", float(len(found)), 0.0, not found and bool(rounds), covered)
+    margin, bound = max((one.margin for one in found), default=0.0), bounds.margin("drafter")
+    covered += f"; {len(found)} differ, by a margin of at most {margin:.3g} logits in fp32"
+    return CheckRow("acceptance", "proposals", margin, bound, margin <= bound and bool(rounds), covered)
+
+
+def _divergence(found: Sequence[ProposalDifference], bounds: Bounds) -> Divergence:
+    if not found:
+        return Divergence(
+            "", "rounds", None, "loop", "free drafting", "other rounds", "the reference's", 1.0, 0.0, "engine",
+            "the loop's bookkeeping: what it commits, where the next round begins, state left by a request before",
+        )  # fmt: skip
+    one = found[0] if bounds.exact else max(found, key=lambda difference: difference.margin)
+    where = f"text {one.text}, round {one.round}, slot {one.slot}"
+    return Divergence(
+        "drafter", "draft_ids", None, "proposal", where, str(one.found), str(one.expected), one.margin,
+        bounds.margin("drafter"), "engine",
+        "the drafter's graphs (see level graph), or rows of its context that are stale, missing or of other tokens "
+        "(see level state)",
+    )  # fmt: skip
+
+
+def _gap(
+    lengths: Sequence[Sequence[int]], reference: Reference, facts: Sequence[Fact],
+    found: Sequence[ProposalDifference], graphs_right: bool,
+) -> AcceptanceGap:
+    ours = mean_acceptance(lengths)
+    theirs = mean_acceptance([[len(one.committed) for one in text.rounds] for text in reference.facts.texts])
+    means = [1.0 if mean is None else mean.over_rounds for mean in (ours, theirs)]
+    cause = next((fact.cause for fact in facts if fact.is_wrong), None)
+    if cause is None and (found or means[0] != means[1]):
+        cause = "numerics or state of the engine" if graphs_right else "graphs: see the first tensor of level graph"
+    return AcceptanceGap(means[0], means[1], cause)

@@ -1,0 +1,89 @@
+"""What the bundle says about the pair against what the checkpoints say: one row a fact, with its class of cause."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from dflash_runtime.bundle import Bundle, CheckRow
+from dflash_runtime.tokenizer import Tokenizer
+from dflash_tools.reference_record import ReferenceFacts
+from dflash_tools.validate_verdict import Divergence
+
+TEMPLATE, TOKENIZER = "template or thinking mode", "tokenizer"
+
+
+class Fact(NamedTuple):
+    """One fact."""
+
+    level: str
+    name: str
+    cause: str
+    """Class of cause: what is wrong where the two differ."""
+    found: Any
+    expected: Any
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether bundle and checkpoint differ."""
+        return bool(self.found != self.expected)
+
+    def row(self) -> CheckRow:
+        """As a row of the table."""
+        both = f"the bundle has {self.found}, the checkpoint {self.expected}"
+        return CheckRow(self.level, self.name, float(self.is_wrong), 0.0, not self.is_wrong,
+                        both if self.is_wrong else "as the checkpoint")  # fmt: skip
+
+    def divergence(self) -> Divergence:
+        """As the first thing that is wrong."""
+        return Divergence("", self.name, None, self.cause, "bundle.json or tokenizer/", str(self.found),
+                          str(self.expected), 1.0, 0.0, "bundle", _CAUSES[self.cause])  # fmt: skip
+
+
+_CAUSES = {
+    "stop ids": "a stop id missing or wrong: answers run on, or end early",
+    TOKENIZER: "another tokenizer.json, or special tokens added twice or not at all",
+    TEMPLATE: "another chat template, or another thinking mode than the drafter was trained with",
+    "mask id": "the id that fills a block before drafting: nearly nothing is accepted with another one",
+    "taps": "layer ids off by one, or in another order",
+    "window": "a sliding window of another size, or on other layers",
+    "block size": "another block size than the drafter was trained with",
+    "drafter": "a reference made before the drafter was added, or without it",
+}
+
+
+def text_facts(bundle: Bundle, facts: ReferenceFacts) -> list[Fact]:
+    """Facts on which the words depend: stop ids, and the ids that prompts become."""
+    text, pair = bundle.manifest.text, facts.pair
+    found = [Fact("tokens", "stop ids", "stop ids", sorted(text.stop_token_ids), sorted(pair.stop_token_ids))]
+    tokenizer = Tokenizer.open(bundle)
+    for index, one in enumerate(facts.texts):
+        if one.prompt is None or tokenizer is None:
+            continue
+        raw = isinstance(one.prompt, str) and not tokenizer.has_chat_template
+        ids = tokenizer.encode_text(one.prompt) if raw else tokenizer.encode_messages(messages_of(one.prompt))
+        found.append(Fact("tokens", f"ids of prompt {index}", TOKENIZER if raw else TEMPLATE, ids, one.ids))
+    return found
+
+
+def drafting_facts(bundle: Bundle, facts: ReferenceFacts) -> list[Fact]:
+    """Facts on which acceptance depends."""
+    manifest, pair = bundle.manifest, facts.pair
+    windows = [tensor.window_tokens for tensor in manifest.target.graph.state[0::2]]
+    found = [Fact("acceptance", "taps", "taps", manifest.taps.layer_ids, pair.tap_layer_ids)]
+    found.append(Fact("acceptance", "has a drafter", "drafter", manifest.drafter is not None, pair.has_drafter))
+    if pair.target_windows:
+        found.append(Fact("acceptance", "target windows", "window", windows, pair.target_windows))
+    if manifest.drafter is not None:
+        drafter = manifest.drafter
+        windows = [tensor.window_tokens for tensor in drafter.graph.state[0::2]]
+        found.append(Fact("acceptance", "mask id", "mask id", drafter.mask_token_id, pair.mask_token_id))
+        found.append(Fact("acceptance", "drafter windows", "window", windows, pair.drafter_windows))
+        found.append(Fact("acceptance", "block size", "block size", drafter.block_size, pair.trained_block_size))
+        arguments = manifest.text.template_args
+        found.append(Fact("acceptance", "template arguments", TEMPLATE, arguments, pair.template_args))
+    return found
+
+
+def messages_of(prompt: Any) -> Any:
+    """A prompt as messages."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -1,0 +1,119 @@
+"""A whole validation: every level of an engine against a reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from dflash_runtime import Session
+from dflash_runtime.backend import Backend
+from dflash_runtime.bundle import Bundle
+from dflash_runtime.tokenizer import Tokenizer
+from dflash_tools.reference_calls import capacity_rows
+from dflash_tools.reference_file import Reference
+from dflash_tools.reference_making import Progress
+from dflash_tools.validate_acceptance import AcceptanceGap, check_acceptance
+from dflash_tools.validate_comparison import Bounds
+from dflash_tools.validate_engine import Engine
+from dflash_tools.validate_facts import drafting_facts, text_facts
+from dflash_tools.validate_graph import CallResult, check_graphs
+from dflash_tools.validate_speed import check_speed
+from dflash_tools.validate_state import check_state
+from dflash_tools.validate_tokens import check_tokens
+from dflash_tools.validate_verdict import FAILED, LEVELS, Verdict, all_passed, skipped
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """What a validation found."""
+
+    bundle: str
+    backend: str
+    precision: str
+    """What the engine computes in."""
+    oracle: str
+    """What it was compared with."""
+    verdicts: list[Verdict]
+    gap: AcceptanceGap | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was checked and nothing failed."""
+        return all_passed(self.verdicts)
+
+
+def validate(
+    bundle: Bundle, engine: Engine, reference: Reference, progress: Progress, levels: Sequence[str] = LEVELS
+) -> Validation:
+    """Runs the levels in their order.
+
+    Args:
+        bundle: What is validated.
+        engine: On which engine.
+        reference: What is right.
+        progress: Called with stage, done, total.
+        levels: Which of them.
+
+    Raises:
+        BundleError: the reference has no bounds for the engine's precision.
+        DFlashError: the engine cannot be opened.
+    """
+    bounds = Bounds(reference, engine.precision)
+    rows = capacity_rows(reference.facts.calls, max(bundle.manifest.block_sizes))
+    verdicts: dict[str, Verdict] = {}
+    if "graph" in levels:
+        progress("validate graph", 0, 1)
+        verdicts["graph"], bad = check_graphs(engine.probe(rows), reference, bounds)
+        if bad is not None:
+            verdicts["graph"] = _closer(verdicts["graph"], bundle, reference, engine, bad)
+        progress("validate graph", 1, 1)
+    if "state" in levels:
+        progress("validate state", 0, 1)
+        verdicts["state"] = check_state(engine.open_backend(rows), reference, bounds)
+        progress("validate state", 1, 1)
+    gap = None
+    if {"tokens", "acceptance", "speed"} & set(levels):
+        backend = engine.backend()
+        with Session(bundle, backend, Tokenizer.open(bundle)) as session:
+            gap = _words(bundle, session, backend, reference, bounds, levels, verdicts, progress)
+    ordered = [verdicts[level] for level in LEVELS if level in verdicts]
+    return Validation(str(bundle.path), engine.name, engine.precision, reference.facts.oracle, ordered, gap)
+
+
+def _words(
+    bundle: Bundle, session: Session, backend: Backend, reference: Reference, bounds: Bounds, levels: Sequence[str],
+    verdicts: dict[str, Verdict], progress: Progress,
+) -> AcceptanceGap | None:
+    """The levels that need a session."""
+    manifest, gap = bundle.manifest, None
+    sizes = manifest.block_sizes if manifest.drafter is not None else []
+    for level in [level for level in LEVELS[2:] if level in levels]:
+        progress(f"validate {level}", 0, 1)
+        if level == "tokens":
+            facts = text_facts(bundle, reference.facts)
+            verdicts[level] = check_tokens(session, reference, bounds, sizes, facts)
+        elif level == "acceptance" and not sizes and not reference.facts.pair.has_drafter:
+            verdicts[level] = skipped(level, "the pair has no drafter")
+        elif level == "acceptance":
+            right = "graph" not in verdicts or verdicts["graph"].status != FAILED
+            pair = drafting_facts(bundle, reference.facts)
+            verdicts[level], gap = check_acceptance(session, backend, reference, bounds, pair, right)
+        else:
+            text = reference.facts.texts[0]
+            verdicts[level] = check_speed(session, text, text.block_size if sizes else None)
+        progress(f"validate {level}", 1, 1)
+    return gap
+
+
+def _closer(verdict: Verdict, bundle: Bundle, reference: Reference, engine: Engine, bad: CallResult) -> Verdict:
+    """The verdict with the first inner tensor, where debug engines can be opened here and show the fault."""
+    try:
+        from dflash_tools.validate_bisect import look_inside
+    except ModuleNotFoundError as error:
+        note = f"the first tensor is named from what the engine hands out; finer parts need {error.name}: "
+        return dataclasses.replace(verdict, notes=[*verdict.notes, note + "pip install 'dflash-export[engines]'"])
+    found, asked = look_inside(bundle, reference, engine.name, engine.precision, bad)
+    if found is None:
+        note = f"finer parts: {asked or 'no debug engine'} of that precision does not show the fault"
+        return dataclasses.replace(verdict, notes=[*verdict.notes, note])
+    return dataclasses.replace(verdict, first=found)
