@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
+import types
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -237,6 +239,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--context", "5000"], "this bundle has room for 1 to 176"),
     (["--prompts", "gsm9k"], "'gsm9k' is neither a set of prompts"),
     (["--max-new-tokens", "999"], "exceed the context of 200"),
+    (["--raw", "--against", "openai:http://127.0.0.1:9"], "--raw prompts cannot be compared"),
     (["--html", "no/such/folder/a.html"], "is not a folder"),
 ]
 
@@ -297,20 +300,29 @@ def test_a_set_without_its_key_is_refused(tmp_path: Path) -> None:
         find_prompts(f"math500={path}", 1)
 
 
-def test_a_set_of_the_hub_says_how_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    import builtins
+def test_a_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
 
-    real = builtins.__import__
+    def load_dataset(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
+        asked.append((arguments, options))
+        return [{"prompt": ["one", "two"]}]
 
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "datasets":
-            raise ModuleNotFoundError("No module named 'datasets'", name="datasets")
-        return real(name, *args, **kwargs)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))  # type: ignore[arg-type]
+    assert find_prompts("mt-bench", 5).conversations == [["one", "two"]]
+    assert asked == [(("HuggingFaceH4/mt_bench_prompts", None), {"split": "train"})]
 
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    monkeypatch.setattr(builtins, "__import__", without)
+
+def test_a_set_of_the_hub_says_how_else_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DFlashError, match=r"pip install datasets.*--prompts gsm8k=FILE"):
         find_prompts("gsm8k", 1)
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise ConnectionError("no\nnetwork")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=refuse))  # type: ignore[arg-type]
+    with pytest.raises(DFlashError, match=r"could not be loaded from the hub \(no network\).*math500=FILE"):
+        find_prompts("math500", 1)
 
 
 def test_two_runs_agree_where_their_intervals_overlap(measured: tuple[Result, Any, str], tmp_path: Path) -> None:

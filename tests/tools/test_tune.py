@@ -21,11 +21,13 @@ from dflash_tools.block_choice import (
     round_ms_at,
     standard_error,
 )
-from dflash_tools.device_conditions import DeviceConditions, read_conditions
+from dflash_tools.bundle_memory import session_memory
+from dflash_tools.device_conditions import DeviceConditions, read_conditions, read_state
 from dflash_tools.engine_place import find_engine_place
 from dflash_tools.machine_probe import CommandResult
 from dflash_tools.position_acceptance import PositionCounts
 from dflash_tools.run_block_size import pick_block_size
+from dflash_tools.session_bytes import measure_session
 from dflash_tools.speed_profile import (
     FILE_NAME,
     BlockAcceptance,
@@ -151,6 +153,47 @@ def test_conditions_are_those_of_the_board() -> None:
     assert (found.power_mode, found.highest_gpu_clock_mhz) == ("MAXN", 1020)
     assert found.differences(read_conditions(jetson("15W"), uses_gpu=True)) == ["power mode was MAXN and is 15W"]
     assert found.differences(found) == []
+
+
+def gpu(capability: str) -> RecordedMachine:
+    query = "nvidia-smi --query-gpu=name,compute_cap,memory.total,driver_version,clocks.sm,clocks.max.sm,power.limit"
+    row = f"NVIDIA GeForce RTX, {capability}, 8188, 580.1, 210, 3105, 115.00\n"
+    return RecordedMachine(commands={query: CommandResult(0, row, "")})
+
+
+def test_engines_of_several_gpus_are_told_apart(pair: Bundle) -> None:
+    for tag, capability, mode in (
+        ("sm89", "8.9", "shared"), ("sm89-embedded", "8.9", "embedded"), ("sm120", "12.0", "shared")
+    ):  # fmt: skip
+        folder = pair.path / "engines" / f"tensorrt-rtx-{tag}"
+        folder.mkdir()
+        facts = {"backend": "tensorrt-rtx", "compute_capability": capability, "weights_mode": mode,
+                 "execution_precision": "bf16", "files": {"a.engine": {"size_bytes": 7, "sha256": tag}}}  # fmt: skip
+        (folder / "engine.json").write_text(json.dumps(facts), encoding="utf-8")
+    places = [find_engine_place(pair, "tensorrt-rtx", gpu(capability)) for capability in ("8.9", "12.0")]
+    assert [place.folder.name for place in places] == ["tensorrt-rtx-sm89", "tensorrt-rtx-sm120"]
+    assert (places[0].precision, places[0].file_bytes) == ("bf16", 7)
+    assert places[0].record_sha256 != places[1].record_sha256
+    with pytest.raises(EngineError, match="none for the GPU of this machine"):
+        find_engine_place(pair, "tensorrt-rtx", gpu("7.5"))
+    with pytest.raises(EngineError, match="has no engines for tensorrt"):
+        find_engine_place(pair, "tensorrt", gpu("8.9"))
+
+
+def test_conditions_of_a_card(pair: Bundle) -> None:
+    found = read_conditions(gpu("8.9"), uses_gpu=True)
+    assert (found.device, found.highest_gpu_clock_mhz, found.gpu_power_limit_watts) == ("NVIDIA GeForce RTX", 3105, 115)
+    assert read_state(gpu("8.9"), uses_gpu=True).gpu_clock_mhz == 210
+    assert read_conditions(gpu("8.9"), uses_gpu=False).highest_gpu_clock_mhz is None
+
+
+def test_memory_by_the_facts_is_what_a_session_allocates(pair: Bundle) -> None:
+    memory = session_memory(pair, "fp32")
+    found = measure_session(pair, 1)
+    assert memory.kv_bytes == found.target_kv_bytes + found.drafter_kv_bytes
+    assert memory.weight_bytes == sum(entry.length_bytes for entry in pair.manifest.weights.values())
+    half = session_memory(pair, "fp16")
+    assert (half.kv_bytes * 2, half.weight_bytes * 2) == (memory.kv_bytes, memory.weight_bytes)
 
 
 @pytest.fixture

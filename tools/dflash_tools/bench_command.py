@@ -36,8 +36,14 @@ from dflash_tools.progress import ProgressLine
 @click.option("--max-new-tokens", type=click.IntRange(2), default=128, show_default=True)
 @click.option("--block-size", "block_sizes", type=click.IntRange(2), multiple=True, help="Repeatable. [default: all]")
 @click.option("--context", "contexts", type=click.IntRange(1), multiple=True, help="Length in tokens; repeatable.")
-@click.option("--scripted-acceptance", "scripted", type=click.IntRange(1), multiple=True, metavar="N",
-              help="Also make every round of the largest block commit N tokens, whatever is proposed; repeatable.")  # fmt: skip
+@click.option(
+    "--scripted-acceptance",
+    "scripted",
+    type=click.IntRange(1),
+    multiple=True,
+    metavar="N",
+    help="Also make every round of the largest block commit N tokens, whatever is proposed; repeatable.",
+)
 @click.option("--backend", type=click.Choice(AVAILABLE), default="ort-cpu", show_default=True)
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of every engine. [default: each chooses]")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Processes of each engine.")

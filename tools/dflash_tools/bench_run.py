@@ -132,6 +132,8 @@ def _make_plan(path: Path, options: BenchOptions, machine: Machine) -> _Plan:
     entrants = find_entrants(bundle, modes, options.against, options.model, options.drafter)
     if options.backend != "ort-cpu" and any(entrant.engine == GENAI for entrant in entrants):
         raise DFlashError(f"onnxruntime-genai is measured in fp32 on the CPU: beside ort-cpu, not {options.backend}.")
+    if options.raw and any(entrant.engine == SERVER for entrant in entrants):
+        raise DFlashError("A server applies its own chat template, so --raw prompts cannot be compared with it.")
     template = None if options.raw else template_text(bundle)
     own = bundle.manifest.text.template_args
     args = {**own, **options.template_args, **thinking_args(template, options.thinking)}
