@@ -12,8 +12,10 @@ from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_co
 from dflash_export.drafter_build import DrafterPlan, default_block_sizes, plan_drafter
 from dflash_export.drafter_data_record import recorded_template_args
 from dflash_export.match_weights import untie_if_stored_apart
+from dflash_export.pair_findings import TargetSide
 from dflash_export.rope_limits import exact_context_limit
 from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
+from dflash_export.text_files import read_text_facts
 from dflash_export.weight_store import PRECISIONS
 from dflash_runtime.errors import CheckpointError, PairError
 
@@ -147,11 +149,11 @@ def plan_build(options: BuildOptions) -> BuildPlan:
     target = plan_target(options)
     drafter = None
     if reference is not None:
-        drafter = plan_drafter(
-            reference, target.checkpoint.folder, target.config, options.block_sizes, options.local_files_only
-        )
+        stops = read_text_facts(target.checkpoint.folder, {})[0].stop_token_ids
+        side = TargetSide.of_checkpoint(target.checkpoint, target.config, stops)
+        drafter = plan_drafter(reference, side, options.block_sizes, options.local_files_only, options.template_args)
         target.max_context_tokens = _fit_drafter_context(target, drafter, options)
-        target.notes.extend(drafter.config.notes)
+        target.notes.extend(drafter.notes)
     else:
         why = f": {entry.note}" if entry and entry.note else ""
         target.notes.append(f"no drafter{why}; the bundle decodes plainly until one is added with add-drafter")

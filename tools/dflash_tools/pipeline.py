@@ -137,7 +137,7 @@ def add_drafter(
                 require_passed(rows)
                 rows += check_tokens(root, manifest, backend, *_plain_texts(root, manifest, backend))
         _conclude(root, manifest, rows)
-    return _report(bundle_path, started, list(plan.config.notes))
+    return _report(bundle_path, started, plan.notes)
 
 
 def _passes(backend: str) -> PrecisionPasses:
