@@ -75,3 +75,14 @@ def test_a_target_needs_no_weights(target: Path, tmp_path: Path) -> None:
 
 def test_the_catalogs_own_pair_fits() -> None:
     assert invoke_here("check-pair", "demo").exit_code == 0
+
+
+@pytest.mark.parametrize("arguments", [("check-pair", "a/b", "c/d"), ("build", "--target", "a/b")])
+def test_offline_takes_the_cache_alone(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    done = invoke_here(*arguments, "--offline")
+    assert done.exit_code == 1
+    assert "a/b is not in the local Hugging Face cache" in done.stderr
