@@ -134,6 +134,8 @@ def _rows(rows: Sequence[Measured], axis: str, reference: float | None) -> str:
     if reference is not None:
         x = scale(reference)
         out.append(f'<line class="reference" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4}" y2="{height - 40}"/>')
+        if reference not in ticks:
+            out.append(_text(x, height - 24, _number(reference), "middle"))
     for i, row in enumerate(rows):
         y = top + ROW * i
         middle = y + ROW / 2 - 2
