@@ -8,24 +8,25 @@ checked against what was allocated.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from dflash_runtime.device import ALIGNMENT_BYTES, Buffer
-from dflash_runtime.device_engine import GraphEngine, read_device_engine
+from dflash_runtime.device_engine import EngineProfile
+from dflash_runtime.ort_engine import OrtContext, OrtEngine, OrtEngines
 
 Array = npt.NDArray[Any]
 GUARD_BYTES, GUARD = 4096, 0xA5
-TYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
+CPU = OrtEngines("CPUExecutionProvider", "cpu")
+SESSIONS: dict[Any, Any] = {}  # they have no state; opening one takes its time
 
 
 class RecordingDevice:
-    def __init__(self, compute_capability: str = "8.9", tensorrt_version: str = "1.7.1") -> None:
+    def __init__(self, compute_capability: str = "8.9", tensorrt_version: str | None = "1.7.1") -> None:
         self.compute_capability, self.tensorrt_version = compute_capability, tensorrt_version
         self.log: list[tuple[Any, ...]] = []
         self.closed = False
@@ -34,10 +35,8 @@ class RecordingDevice:
         self._queue: list[tuple[str, Callable[[], None]]] = []
         self._recording: list[tuple[tuple[Any, ...], Callable[[], None]]] | None = None
 
-    def open_engine(self, path: Path) -> RecordingEngine:
-        record = read_device_engine(path.parent, "none")
-        facts = next(engine for engine in record.engines if engine.file == path.name)
-        return RecordingEngine(self, path, facts)
+    def open_engine(self, path: Path, profiles: Sequence[EngineProfile]) -> RecordingEngine:
+        return RecordingEngine(self, path, profiles)
 
     def allocate(self, size_bytes: int) -> Buffer:
         assert size_bytes > 0 and not self.closed
@@ -127,48 +126,40 @@ class RecordingDevice:
             assert (whole[:start] == GUARD).all() and (whole[start + size :] == GUARD).all()
 
 
-class RecordingEngine:
-    def __init__(self, device: RecordingDevice, path: Path, facts: GraphEngine) -> None:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = 1, 3
-        self.session = ort.InferenceSession(path.read_bytes(), options, ["CPUExecutionProvider"])
-        self.device, self.facts, self.scratch_bytes = device, facts, 1000 + len(facts.kind)
+class RecordingEngine(OrtEngine):
+    def __init__(self, device: RecordingDevice, path: Path, profiles: Sequence[EngineProfile]) -> None:
+        super().__init__(CPU, path, profiles, 0)
+        self.device, self.kind, self.profiles, self.scratch_bytes = device, path.stem, profiles, 1000 + len(path.stem)
 
-    def open_context(self, profile: int, scratch: Buffer) -> RecordingContext:
+    def open_context(self, index: int, scratch: Buffer) -> OrtContext:
         assert scratch.size_bytes >= self.scratch_bytes
-        return RecordingContext(self, profile)
+        made = super().open_context(index, scratch)
+        made.__class__ = RecordingContext
+        assert isinstance(made, RecordingContext)
+        made.engine, made.profile, made.addresses = self, self.profiles[index], {}
+        return made
+
+    def open_session(self, sizes: Mapping[str, int]) -> Any:
+        key = hash(self._path.read_bytes()), *sizes.items()
+        if key not in SESSIONS:
+            SESSIONS[key] = super().open_session(sizes)
+        return SESSIONS[key]
 
 
-class RecordingContext:
-    def __init__(self, engine: RecordingEngine, index: int) -> None:
-        profile = engine.facts.profiles[index]
-        letters = {"S": profile.rows, "b": profile.rows, "R": profile.logit_rows, "T": profile.capacity_rows, "B": 1}
-        letters["b-1"] = profile.rows - 1
-        self.engine, self.profile = engine, profile
-        self.inputs, self.outputs = engine.session.get_inputs(), engine.session.get_outputs()
-        self.shapes = {
-            value.name: [d if isinstance(d, int) else letters[d] for d in value.shape]
-            for value in (*self.inputs, *self.outputs)
-        }
-        self.types = {value.name: np.dtype(TYPES[value.type]) for value in (*self.inputs, *self.outputs)}
-        self.sizes_bytes = {
-            name: int(np.prod(shape)) * self.types[name].itemsize for name, shape in self.shapes.items()
-        }
-        self.binding: Any = None
-        self.addresses: dict[str, int] = {}
+class RecordingContext(OrtContext):
+    engine: RecordingEngine
+    profile: EngineProfile
+    addresses: dict[str, int]
 
     def bind(self, addresses: Mapping[str, int]) -> None:
-        assert self.binding is None, "bound twice"
+        assert not self.addresses, "bound twice"
         assert set(addresses) == set(self.sizes_bytes)
-        self.addresses, self.binding = dict(addresses), self.engine.session.io_binding()
-        for values, bind in ((self.inputs, self.binding.bind_input), (self.outputs, self.binding.bind_output)):
-            for name in (value.name for value in values):
-                assert addresses[name] % ALIGNMENT_BYTES == 0, name
-                self.engine.device.view(addresses[name], self.sizes_bytes[name])
-                bind(name, "cpu", 0, self.types[name].type, self.shapes[name], addresses[name])
+        self.addresses = dict(addresses)
+        for name, address in addresses.items():
+            assert address % ALIGNMENT_BYTES == 0, name
+            self.engine.device.view(address, self.sizes_bytes[name])
+        super().bind(addresses)
 
     def enqueue(self) -> None:
-        work = self.engine.session.run_with_iobinding
-        self.engine.device.enqueue(
-            (self.engine.facts.kind, self.profile.rows, self.profile.capacity_rows), lambda: work(self.binding)
-        )
+        what = self.engine.kind, self.profile.rows, self.profile.capacity_rows
+        self.engine.device.enqueue(what, super().enqueue)

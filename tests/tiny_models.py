@@ -109,6 +109,29 @@ def drafter_tensors(config: dict[str, Any], num_taps: int) -> dict[str, Tensor]:
         tensors[f"{layer}mlp.gate_proj.weight"] = torch.empty(intermediate, H)
         tensors[f"{layer}mlp.up_proj.weight"] = torch.empty(intermediate, H)
         tensors[f"{layer}mlp.down_proj.weight"] = torch.empty(H, intermediate)
+    return tensors if config["architectures"] != ["DFlash2DraftModel"] else tensors | _dflash2_tensors(config)
+
+
+DFLASH2: dict[str, Any] = {
+    "architectures": ["DFlash2DraftModel"],
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 8,
+    "selector_top_k": 6,
+}
+"""What makes a drafter's config one of DFlash 2."""
+
+
+def _dflash2_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
+    H, t, rank = config["hidden_size"], config["conv_kernel_size"], config["selector_rank"]
+    tensors = {"candidate_selector.hidden_projection.weight": torch.empty(rank, H)}
+    for name in ("predecessor", "successor"):
+        tensors[f"candidate_selector.{name}_codebook"] = torch.empty(config["vocab_size"], rank)
+    for i in range(config["num_hidden_layers"]):
+        for name in ("attention_conv", "mlp_conv"):
+            conv = f"layers.{i}.{name}."
+            tensors[f"{conv}base_kernel"] = torch.empty(2, t, H)
+            tensors[f"{conv}kernel_projection.weight"] = torch.empty(2 * t * H // config["conv_group_size"], H)
     return tensors
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import onnx_ir as ir
 
@@ -15,8 +16,18 @@ from dflash_runtime.engine_record import ENGINE_SCHEMA_VERSION, EngineRecord, en
 from dflash_runtime.errors import OutputError
 
 
-def write_engine(bundle: Bundle, backend: str, graphs: Mapping[str, ir.Model], versions: dict[str, str], *,
-                 execution_precision: str) -> EngineRecord:
+class Record(Protocol):
+    """`engine.json` of either kind."""
+
+    def write(self, folder: Path) -> None:
+        """Writes it into `folder`."""
+
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def write_engine(bundle: Bundle, backend: str, graphs: Mapping[str, ir.Model],
+                 make_record: Callable[[Path], AnyRecord]) -> AnyRecord:
     """Replaces the engine of a backend by new graphs.
 
     An engine that is there stays usable until the new one is complete.
@@ -24,9 +35,8 @@ def write_engine(bundle: Bundle, backend: str, graphs: Mapping[str, ir.Model], v
     Args:
         bundle: Where `engines/<backend>` lies.
         backend: Name of the backend.
-        graphs: Lowered model by file name, which is the name of the portable graph it was made from.
-        versions: Packages that made them.
-        execution_precision: What the graphs compute in.
+        graphs: Lowered model by file name.
+        make_record: Given the folder the graphs are in by then.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -38,7 +48,7 @@ def write_engine(bundle: Bundle, backend: str, graphs: Mapping[str, ir.Model], v
         partial.mkdir(parents=True)
         for name, model in graphs.items():
             (partial / name).write_bytes(ir.to_proto(model).SerializeToString())
-        record = _record(bundle, backend, partial, list(graphs), versions, execution_precision)
+        record = make_record(partial)
         record.write(partial)
         replace_folder(partial, folder)
     except OSError as error:
@@ -51,17 +61,18 @@ def write_engine(bundle: Bundle, backend: str, graphs: Mapping[str, ir.Model], v
     return record
 
 
-def _record(bundle: Bundle, backend: str, folder: Path, names: list[str], versions: dict[str, str],
-            execution_precision: str) -> EngineRecord:
+def host_record(bundle: Bundle, backend: str, names: Sequence[str], versions: dict[str, str], precision: str,
+                folder: Path) -> EngineRecord:
+    """The record of graphs for the CPU; each has the name of the portable graph it was made from."""
     return EngineRecord(
         schema_version=ENGINE_SCHEMA_VERSION,
         backend=backend,
         source={name: bundle.manifest.files[name].sha256 for name in names},
         files=file_facts(folder, names),
         folded_weights={name: _folded_weights(ir.load(folder / name).graph, bundle) for name in names},
-        execution_precision=execution_precision,
+        execution_precision=precision,
         versions=versions,
-        upcast=bundle.manifest.precision != execution_precision,
+        upcast=bundle.manifest.precision != precision,
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 
 import onnx_ir as ir
 
-from dflash_engines.engine_writing import write_engine
+from dflash_engines.engine_writing import host_record, write_engine
 from dflash_engines.passes.constant_reshape import ConstantReshapePass
 from dflash_engines.passes.group_query_attention import GroupQueryAttentionPass
 from dflash_engines.passes.kernel_rotation import KernelRotationPass
@@ -75,7 +76,8 @@ def lower_bundle(
         if progress is not None:
             progress("lower", len(lowered), len(files))
         lowered[file] = lower_model(ir.load(bundle.file(file)), kind, activations=activations)
-    return write_engine(bundle, BACKEND, lowered, versions, execution_precision=_EXECUTION_PRECISION)
+    record = partial(host_record, bundle, BACKEND, list(lowered), versions, _EXECUTION_PRECISION)
+    return write_engine(bundle, BACKEND, lowered, record)
 
 
 def lower_model(

@@ -1,17 +1,19 @@
 """Lowers portable graphs for ONNX Runtime's CUDA provider: `engines/ort-cuda/*.onnx` and their record.
 
-The weights are inputs, so that any number of sessions share one copy in device memory. A session fixes S, R, b and T
-when it opens; everything computed from shapes is constant then, and every node left has a CUDA kernel.
+The weights are inputs, so that any number of sessions share one copy in device memory. There is a session for each
+profile of the record, which fixes S, R, b and T: everything computed from shapes is constant then, and every node left
+has a CUDA kernel.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
 import onnx_ir as ir
 
+from dflash_engines.call_profiles import call_profiles
 from dflash_engines.engine_writing import write_engine
 from dflash_engines.passes.constant_reshape import ConstantReshapePass
 from dflash_engines.passes.cuda_attention import CudaAttentionPass
@@ -24,9 +26,17 @@ from dflash_engines.passes.rotary_embedding import FuseRotaryEmbeddingPass
 from dflash_engines.passes.row_gather import RowGatherPass
 from dflash_engines.passes.scatter_rows import ScatterRowsPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
-from dflash_engines.passes.weight_inputs import WeightInputsPass
-from dflash_runtime.bundle import Bundle, GraphKind
-from dflash_runtime.engine_record import EngineRecord, open_engine
+from dflash_engines.passes.weight_inputs import WeightInputsPass, read_weight_inputs
+from dflash_runtime.bundle import Bundle, GraphKind, file_facts
+from dflash_runtime.device_engine import (
+    DEVICE_ENGINE_SCHEMA_VERSION,
+    BoundWeight,
+    DeviceEngineRecord,
+    GraphEngine,
+    check_device_engine,
+    read_device_engine,
+)
+from dflash_runtime.engine_record import engine_folder
 from dflash_runtime.errors import EngineError
 
 BACKEND = "ort-cuda"
@@ -47,11 +57,13 @@ _HALF = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 # Opset 24 is wanted by TensorScatter and the valid length of Attention alone, and neither is left.
 _OPSET = 23
 _MAKERS = ("dflash-export", "onnx", "onnx-ir")
+_CHUNK_TOKENS = 128
+"""Most prompt tokens of a call; a session may take fewer."""
 
 
 def lower_bundle(
     bundle: Bundle | str | os.PathLike[str], precision: str | None = None, progress: Progress | None = None
-) -> EngineRecord:
+) -> DeviceEngineRecord:
     """Writes `engines/ort-cuda` for a bundle, unless one made from the same graphs by the same versions is there.
 
     Args:
@@ -68,21 +80,57 @@ def lower_bundle(
         OutputError: the folder cannot be written.
     """
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+    if bundle.manifest.quantized:
+        raise EngineError(
+            f"{BACKEND} has no form for quantised weights yet. Run this bundle with --backend ort-cpu or a TensorRT, or "
+            "build one without --quantize."
+        )
     wanted = precision or bundle.manifest.precision
     versions = {name: version(name) for name in _MAKERS}
-    try:
-        record = open_engine(bundle, BACKEND)
-        if record.versions == versions and record.execution_precision == wanted:
-            return record
-    except EngineError:
-        pass  # missing, damaged or of other graphs: each is a reason to make it anew
+    present = _fitting_record(bundle)
+    if present is not None and (present.versions, present.execution_precision) == (versions, wanted):
+        return present
     lowered: dict[str, ir.Model] = {}
     files = bundle.manifest.graph_files()
     for kind, file in files.items():
         if progress is not None:
             progress("lower", len(lowered), len(files))
-        lowered[file] = lower_model(ir.load(bundle.file(file)), kind, wanted)
-    return write_engine(bundle, BACKEND, lowered, versions, execution_precision=wanted)
+        lowered[kind] = lower_model(ir.load(bundle.file(file)), kind, wanted)
+    return write_graphs(bundle, lowered, versions, wanted)
+
+
+def write_graphs(bundle: Bundle, lowered: Mapping[str, ir.Model], versions: dict[str, str], precision: str
+                 ) -> DeviceEngineRecord:
+    """Writes lowered graphs, by kind, with their record. Errors are those of `write_engine`."""
+    manifest, mode = bundle.manifest, "shared"
+    block_sizes = sorted({*manifest.block_sizes} - {1}) if manifest.drafter is not None else []
+    capacity = manifest.max_context_tokens + max(*manifest.block_sizes, _CHUNK_TOKENS)
+    names = {kind: f"{kind}.onnx" for kind in lowered}
+    engines = [
+        GraphEngine(
+            kind, names[kind], "", call_profiles(kind, block_sizes, _CHUNK_TOKENS, [capacity]),
+            [BoundWeight(w.input, w.weight, w.dtype) for w in read_weight_inputs(model, manifest.weights)], [], 0,
+        )
+        for kind, model in lowered.items()
+    ]  # fmt: skip
+    source = {file: manifest.files[file].sha256 for file in manifest.graph_files().values()}
+    return write_engine(
+        bundle, BACKEND, {names[kind]: model for kind, model in lowered.items()},
+        lambda folder: DeviceEngineRecord(
+            DEVICE_ENGINE_SCHEMA_VERSION, BACKEND, None, None, "fused", precision, mode, capacity, block_sizes,
+            _CHUNK_TOKENS, source, engines, file_facts(folder, names.values()), versions,
+        ),
+    )  # fmt: skip
+
+
+def _fitting_record(bundle: Bundle) -> DeviceEngineRecord | None:
+    """What lies there; None where it is missing, damaged or of other graphs, each a reason to make it anew."""
+    try:
+        record = read_device_engine(engine_folder(bundle, BACKEND), "")
+        check_device_engine(record, bundle, tensorrt_version=None, compute_capability="", remedy="")
+    except EngineError:
+        return None
+    return record
 
 
 def lower_model(model: ir.Model, kind: GraphKind, precision: str) -> ir.Model:

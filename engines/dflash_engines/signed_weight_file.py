@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from dflash_engines.passes.signed_weights import SignedPart
 from dflash_runtime.bundle import Bundle, WeightEntry
-from dflash_runtime.weights import STORED, narrowed
+from dflash_runtime.device_weights import narrowed
+from dflash_runtime.weights import STORED
 
 _PIECE_BYTES = 1 << 22
 

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from dflash_engines.build_process import FinishedBuild, run_build
 from dflash_engines.builder_memory import builder_peak_bytes
+from dflash_engines.call_profiles import call_profiles
 from dflash_engines.passes.signed_weights import SIGNED_FILE
 from dflash_engines.signed_weight_file import write_signed_weights
 from dflash_engines.tensorrt_build import BuildOrder
@@ -86,8 +87,8 @@ class EnginePlan:
             )
         if options.weights_mode == "embedded" and manifest.quantized:
             raise EngineError(
-                "Weights of a quantised bundle cannot all be embedded: int8 is read in place only as an input, and int4 "
-                "is embedded as it is. Leave --weights at shared."
+                "Weights of a quantised bundle cannot all be embedded: int8 is read in place only as an input, and "
+                "int4 is embedded as it is. Leave --weights at shared."
             )
         self.block_sizes = sorted(set(options.block_sizes or manifest.block_sizes) - {1})
         largest = max(manifest.block_sizes)
@@ -111,10 +112,8 @@ class EnginePlan:
         )  # fmt: skip
 
     def profiles(self, kind: str) -> list[EngineProfile]:
-        """Shapes, smallest first: of the profiles that cover a call, the first is the one to use."""
-        sizes = self.block_sizes if kind == "drafter" else sorted({1, *self.block_sizes, self.chunk})
-        logit_rows = {n: 0 if kind != "target" else n if n in self.block_sizes else 1 for n in sizes}
-        return [EngineProfile(n, logit_rows[n], rows) for n in sizes for rows in self._capacities()]
+        """See `call_profiles`."""
+        return call_profiles(kind, self.block_sizes, self.chunk, self._capacities())
 
     def _capacities(self) -> list[int]:
         """Rows of cache a call may read: all in the fused form; in the primitive form short contexts read less."""

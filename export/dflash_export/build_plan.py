@@ -12,9 +12,11 @@ from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_co
 from dflash_export.drafter_build import DrafterPlan, default_block_sizes, plan_drafter
 from dflash_export.drafter_data_record import recorded_template_args
 from dflash_export.match_weights import untie_if_stored_apart
+from dflash_export.pair_findings import TargetSide
 from dflash_export.quantization import QuantizeOptions
 from dflash_export.rope_limits import exact_context_limit
 from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
+from dflash_export.text_files import read_text_facts
 from dflash_export.weight_store import PRECISIONS
 from dflash_runtime.errors import CheckpointError, PairError
 
@@ -151,12 +153,12 @@ def plan_build(options: BuildOptions) -> BuildPlan:
     target = plan_target(options)
     drafter = None
     if reference is not None:
-        drafter = plan_drafter(
-            reference, target.checkpoint.folder, target.config, options.block_sizes, options.local_files_only
-        )
+        stops = read_text_facts(target.checkpoint.folder, {})[0].stop_token_ids
+        side = TargetSide.of_checkpoint(target.checkpoint, target.config, stops)
+        drafter = plan_drafter(reference, side, options.block_sizes, options.local_files_only, options.template_args)
         drafter = dataclasses.replace(drafter, scheme=options.quantize.drafter)
         target.max_context_tokens = _fit_drafter_context(target, drafter, options)
-        target.notes.extend(drafter.config.notes)
+        target.notes.extend(drafter.notes)
     elif options.quantize.drafter is not None:
         raise CheckpointError("--quantize-drafter is given and there is no drafter. Give --drafter, or leave it out.")
     else:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from torch import Tensor
 
 from dflash_runtime.bundle import QuantizedWeight, WeightEntry
+from dflash_runtime.errors import ParityError
 
 _INTEGERS = {4: ir.DataType.UINT4, 8: ir.DataType.UINT8}
 _FLOATS = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
@@ -77,6 +78,43 @@ def add_dequantize_nodes(
         weight.type = ir.TensorType(integers)
         node = ir.node("DequantizeLinear", [weight, scales, zero_points], attributes, outputs=[result])
         graph.insert_before(first, node)
+
+
+def fold_dequantize_nodes(model: ir.Model, quantized: Mapping[str, QuantizedWeight]) -> ir.Model:
+    """Takes DequantizeLinear out of a graph whose quantised weights are given as floats, of the type it would give.
+
+    Args:
+        model: Changed in place.
+        quantized: The bundle's quantised weights.
+
+    Raises:
+        ParityError: a node does not dequantise as the bundle says.
+    """
+    graph = model.graph
+    for node in [node for node in graph if node.op_type == "DequantizeLinear"]:
+        weight, scales, result = node.inputs[0], node.inputs[1], node.outputs[0]
+        facts = None if weight is None else quantized.get(str(weight.name))
+        if weight is None or scales is None or facts is None:
+            continue
+        group = node.attributes.get_int("block_size", 0) or None
+        axis = node.attributes.get_int("axis", 1)
+        if group != facts.group_size or axis != int(group is not None) or scales.name != facts.scales:
+            raise ParityError(
+                f"{weight.name} is dequantised with axis {axis}, groups of {group} and {scales.name}; the bundle says "
+                f"groups of {facts.group_size} and {facts.scales}."
+            )
+        assert isinstance(weight.const_value, ir.ExternalTensor) and result.dtype is not None
+        stored = weight.const_value
+        weight.const_value = ir.ExternalTensor(
+            stored.location, stored.offset, stored.length, result.dtype,
+            shape=stored.shape, name=stored.name, base_dir=stored.base_dir,
+        )  # fmt: skip
+        weight.type = ir.TensorType(result.dtype)
+        ir.convenience.replace_all_uses_with(result, weight)
+        graph.remove(node, safe=True)
+    for unread in [v for v in graph.initializers.values() if not v.uses()]:
+        del graph.initializers[str(unread.name)]
+    return model
 
 
 def put_float_rows(model: ir.Model, name: str, rows: Tensor) -> None:

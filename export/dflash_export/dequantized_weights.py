@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from dflash_export.weight_values import read_weight
 from dflash_runtime.bundle import CheckRow, Manifest, WeightEntry
 from dflash_runtime.weights import dequantize, unpacked
 
+_PIECE_BYTES = 1 << 22
 _CLIPPED_STEPS = {bits: 1 + 2.0 ** (bits - 9) for bits in (4, 8)}
 """How many steps of its scale a rounded weight may be off: half a one, a whole one at the end of the range that a
 symmetric weight has one value less at, and there what rounding the scale to bf16 adds."""
@@ -59,6 +62,42 @@ def _integers(root: Path, entry: WeightEntry, start: int = 0, stop: int | None =
     count = stored_bytes(shape, entry.dtype)
     stored = np.fromfile(root / entry.file, np.uint8, count, offset=entry.offset_bytes + skipped)
     return unpacked(stored, WeightEntry(entry.file, 0, count, entry.dtype, shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class DequantizedPlace(TensorPlace):
+    """A quantised weight of a bundle as a tensor of fp32 values, computed a few rows at a time."""
+
+    root: Path
+    manifest: Manifest
+    name: str
+    first: int
+    """Its first row in the weight."""
+
+    def chunks(self, chunk_bytes: int = _PIECE_BYTES) -> Iterator[bytes]:
+        """The values' bytes in pieces of whole rows."""
+        at_once = max(1, chunk_bytes // (4 * self.shape[1]))
+        last = self.first + self.shape[0]
+        for start in range(self.first, last, at_once):
+            rows = slice(start, min(start + at_once, last))
+            yield read_float_weight(self.root, self.manifest, self.name, rows).numpy().tobytes()
+
+    def rows(self, start: int, stop: int) -> DequantizedPlace:
+        """Some rows of the tensor, as a tensor of their own."""
+        count, columns = stop - start, self.shape[1]
+        return dataclasses.replace(
+            self, first=self.first + start, shape=(count, columns), length_bytes=4 * count * columns
+        )
+
+
+def dequantized_places(root: Path, manifest: Manifest) -> dict[str, TensorPlace]:
+    """The quantised weights of a bundle as places of fp32 values, by name."""
+    found: dict[str, TensorPlace] = {}
+    for name in manifest.quantized:
+        entry = manifest.weights[name]
+        file, size, shape = root / entry.file, 4 * math.prod(entry.shape), tuple(entry.shape)
+        found[name] = DequantizedPlace(file, entry.offset_bytes, size, "F32", shape, root, manifest, name, 0)
+    return found
 
 
 def put_dequantized(module: nn.Module, root: Path, manifest: Manifest, dtype: torch.dtype) -> None:

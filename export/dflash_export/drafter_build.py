@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
-from transformers import PreTrainedConfig
 
 from dflash_export.checkpoint import Checkpoint, find_checkpoint
 from dflash_export.dequantize_nodes import linear_weights
@@ -15,7 +16,9 @@ from dflash_export.drafter_trace import DrafterTables, trace_context, trace_draf
 from dflash_export.drafter_weights import DrafterWeights, match_drafter_weights
 from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import write_graph
-from dflash_export.pair_check import check_pair, check_tokenizers
+from dflash_export.pair_check import config_findings, embedding_scale
+from dflash_export.pair_findings import WARNING, Finding, TargetSide, require_fit
+from dflash_export.pair_text_check import text_findings
 from dflash_export.quantization import Scheme
 from dflash_export.quantized_places import quantize_places
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES, Progress, store_weights
@@ -35,8 +38,16 @@ class DrafterPlan:
     checkpoint: Checkpoint
     config: DrafterConfig
     weights: DrafterWeights
+    findings: tuple[Finding, ...] = ()
+    """What the pair check had to say; no errors."""
     scheme: Scheme | None = None
     """How its matrices are quantised; None keeps them."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of drafter and pair, warnings marked as such."""
+        said = [f"warning: {one.sentence()}" if one.severity == WARNING else one.sentence() for one in self.findings]
+        return [*self.config.notes, *said]
 
     @property
     def num_parameters(self) -> int:
@@ -51,16 +62,20 @@ class DrafterPlan:
 
 
 def plan_drafter(
-    reference: str, target_folder: Path, target: PreTrainedConfig, block_sizes: tuple[int, ...], local_files_only: bool
+    reference: str,
+    target: TargetSide,
+    block_sizes: tuple[int, ...],
+    local_files_only: bool,
+    template_args: Mapping[str, Any] | None = None,
 ) -> DrafterPlan:
     """Finds a drafter and refuses a pair that does not fit.
 
     Args:
         reference: Catalog name, Hugging Face id with `@revision`, or folder.
-        target_folder: The target's checkpoint, for its tokenizer.
-        target: The target's config.
+        target: The target's facts.
         block_sizes: Block sizes asked for.
         local_files_only: Use the hub cache alone.
+        template_args: Chat template arguments the user chose.
 
     Raises:
         CheckpointError: not found or damaged.
@@ -69,11 +84,15 @@ def plan_drafter(
     """
     checkpoint = find_checkpoint(reference, role="drafter", local_files_only=local_files_only)
     config = read_drafter_config(checkpoint.folder)
-    check_pair(target, config, checkpoint.places, block_sizes=block_sizes)
-    check_tokenizers(target_folder, checkpoint.folder, config.mask_token_id)
-    vocab_size = int(target.get_text_config().vocab_size)
-    weights = match_drafter_weights(config, checkpoint.places, vocab_size, str(checkpoint.folder))
-    return DrafterPlan(checkpoint, config, weights)
+    findings = config_findings(target, config, checkpoint.places, block_sizes=block_sizes)
+    require_fit(findings)
+    weights = match_drafter_weights(config, checkpoint.places, target.vocab_size, str(checkpoint.folder))
+    findings += text_findings(
+        target, config, checkpoint.folder, checkpoint.source.id, template_args or {}, weights.target_ids
+    )
+    require_fit(findings)
+    scale = config.input_embedding_scale * embedding_scale(target)
+    return DrafterPlan(checkpoint, dataclasses.replace(config, input_embedding_scale=scale), weights, tuple(findings))
 
 
 def default_block_sizes(drafter: DrafterConfig | None) -> list[int]:

@@ -17,6 +17,8 @@ from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
 from dflash_runtime.bundle import Manifest
 
 GREEDY_TOKENS = 24
+RUN_WINDOW_TOKENS = 512
+"""Attention windows up to this width are crossed by running that many tokens."""
 _SEED = 20602
 
 
@@ -49,7 +51,7 @@ def plan_steps(vocab_size: int, windows: list[int | None], max_context_tokens: i
     every window edge that is near enough to reach.
     """
     rng = random.Random(_SEED)
-    edges = [w for w in windows if w is not None and w <= 512]
+    edges = [w for w in windows if w is not None and w <= RUN_WINDOW_TOKENS]
     start = min(max([11, *(w - 2 for w in edges)]), max(1, max_context_tokens - 24))
     plan = [(0, start), (start, 4), (start + 1, 4), (start + 5, 1), (start + 4, 8), (start + 12, 1)]
     plan = [(p, n) for p, n in plan if p + n <= max_context_tokens] or [(0, 1)]

@@ -9,13 +9,14 @@ import psutil
 import torch
 
 from dflash_export.build_plan import BuildPlan
-from dflash_export.dequantized_weights import check_rounding
+from dflash_export.dequantized_weights import check_rounding, dequantized_places
 from dflash_export.drafter_gate import DrafterGate
-from dflash_export.evidence import TargetEvidence, gate_prompts, gather_target_evidence
+from dflash_export.evidence import RUN_WINDOW_TOKENS, TargetEvidence, gate_prompts, gather_target_evidence
 from dflash_export.layer_gate import LayerGate
 from dflash_export.parity import PrecisionPasses, check_target
 from dflash_export.quality import perplexity_row
 from dflash_export.weight_store import Progress
+from dflash_export.window_gate import check_windows
 from dflash_runtime.bundle import CheckRow, Manifest
 
 MEMORY_FACTORS = {"fp32": 3.0, "fp16": 5.0, "bf16": 5.0}
@@ -63,6 +64,9 @@ def check_portable(
         progress("check target", 2, 2)
     else:
         rows = LayerGate(root, manifest, plan.target.config, plan.target.places, passes).check(progress)
+    target, reached = plan.target, 0 if evidence is None else RUN_WINDOW_TOKENS
+    places = {**target.places, **dequantized_places(root, manifest)}
+    rows += check_windows(root, manifest, target.config, places, passes, progress, reached_tokens=reached)
     rows += check_rounding(root, manifest, plan.target.places, "target")
     if plan.drafter is not None:
         progress("check drafter", 0, 1)

@@ -7,9 +7,7 @@ only the rows asked for, and the output head is read in slices.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
-import math
 import textwrap
 from typing import Any
 
@@ -20,11 +18,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from dflash_export.converted_places import ConvertedPlace
+from dflash_export.dequantized_weights import DequantizedPlace
 from dflash_export.hollow_model import adopt_stored_buffers, decoder_layers, island_dtype
+from dflash_export.read_on_use import LARGE_ELEMENTS, ReadOnUse
 from dflash_export.reference_run import Array, Step, StepOutputs, TargetReference, quiet_transformers
 from dflash_export.rope_limits import freeze_rope
-from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
+from dflash_export.tensor_files import TensorPlace
 from dflash_export.weight_store import TORCH_DTYPES
+from dflash_export.weight_values import read_converted
 
 
 class _Passthrough(nn.Module):
@@ -64,9 +65,6 @@ class _OneLayerCache(DynamicCache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self.layers[self.index].crop(tokens_to_remove)
 
 
 class LayerReference:
@@ -117,38 +115,39 @@ class LayerReference:
     def _head(self) -> Any:
         return self.model.get_output_embeddings()
 
-    def _read(self, name: str, rows: slice | None = None) -> nn.Parameter:
-        return nn.Parameter(self.rows(name, rows), requires_grad=False)
+    def _read(self, name: str) -> nn.Parameter:
+        return nn.Parameter(self.rows(name), requires_grad=False)
+
+    def _on_use(self, name: str, parameter: Tensor) -> Any:
+        """A large weight is read whenever it is used, a small one now."""
+        if parameter.numel() < LARGE_ELEMENTS:
+            return self._read(name)
+        kept = island_dtype(name, self._islands)
+        return ReadOnUse(tuple(parameter.shape), kept or self.run_dtype, lambda rows: self.rows(name, rows))
 
     def rows(self, name: str, rows: slice | None = None) -> Tensor:
         """A weight, or some of its rows, rounded as the bundle rounds it, in the dtype of the run."""
         place = self.places[name]
         start, stop, _ = (rows or slice(None)).indices(place.shape[0])
-        if isinstance(place, ConvertedPlace):
-            return self._rounded(name, place.tensor()[start:stop])
-        row_bytes = math.prod(place.shape[1:]) * ITEM_BYTES[place.dtype]
-        part = TensorPlace(
-            place.file,
-            place.offset_bytes + start * row_bytes,
-            (stop - start) * row_bytes,
-            place.dtype,
-            (stop - start, *place.shape[1:]),
-        )
-        data = bytearray().join(part.chunks())
-        return self._rounded(name, torch.frombuffer(data, dtype=TORCH_DTYPES[place.dtype]).view(part.shape))
-
-    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
         island = island_dtype(name, self._islands)
-        if island is not None:
-            return tensor.to(island)
-        return tensor.to(TORCH_DTYPES[self.stored_dtype]).to(self.run_dtype)
+        dtypes = [island] if island is not None else [TORCH_DTYPES[self.stored_dtype], self.run_dtype]
+        if isinstance(place, ConvertedPlace):
+            part = place.tensor()[start:stop]
+            for dtype in dtypes:
+                part = part.to(dtype)
+            return part
+        if isinstance(place, DequantizedPlace):
+            dtypes = [self.run_dtype]  # the graph computes it from integers and scales, in its own precision
+        return read_converted(place.rows(start, stop), *dtypes)
 
     def _set_tables(self, table: Tensor, head: Tensor) -> None:
         self._table().weight = nn.Parameter(table, requires_grad=False)
         self._head().weight = nn.Parameter(head, requires_grad=False)
 
     def run_layer(self, index: int, steps: list[Step], inputs: list[Tensor]) -> tuple[list[Array], list[StepOutputs]]:
-        """Runs one layer over calls with given residual streams, its cache cut to each call's position.
+        """Runs one layer over calls with given residual streams, as if its cache were cut to each call's position.
+
+        All texts that the calls make are computed at once and without a cache, so each weight is read once.
 
         Args:
             index: Layer number.
@@ -158,30 +157,72 @@ class LayerReference:
         Returns:
             Per call what entered the layer [1, S, H], and its raw output in `hidden[0]`, keys and values.
         """
+        texts: list[Tensor] = []
+        for step, residual in zip(steps, inputs, strict=True):
+            texts.append(torch.cat([*(text[: step.position] for text in texts[-1:]), residual[0]]))
+        cache = _OneLayerCache(index)
+        entered, output = self._run(index, nn.utils.rnn.pad_sequence(texts, batch_first=True), 0, cache)
+        keys, values = _numpy(cache.layers[index].keys), _numpy(cache.layers[index].values)
+        results = []
+        for i, step in enumerate(steps):
+            end = step.position + len(step.ids)
+            hidden = output[i, step.position : end]
+            results.append(StepOutputs(hidden[:0], hidden[None], [keys[i, :, :end]], [values[i, :, :end]]))
+        return [entered[i : i + 1, s.position : s.position + len(s.ids)] for i, s in enumerate(steps)], results
+
+    def run_on_cache(
+        self, index: int, residual: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Array, StepOutputs]:
+        """Runs one layer on top of given cache rows, however many.
+
+        Args:
+            index: Layer number.
+            residual: Residual stream [1, S, H] of the new rows.
+            keys: [1, kv_heads, P, D], the rows before.
+            values: [1, kv_heads, P, Dv]
+
+        Returns:
+            As `run_layer`, for the one call.
+        """
+        cache = _OneLayerCache(index)
+        cache.update(keys, values, index)
+        entered, output = self._run(index, residual, keys.shape[2], cache)
+        layer = cache.layers[index]
+        return entered, StepOutputs(output[0, :0], output, [_numpy(layer.keys[0])], [_numpy(layer.values[0])])
+
+    def _run(self, index: int, residual: Tensor, position: int, cache: _OneLayerCache) -> tuple[Array, Array]:
+        """What entered a layer and what left it, [B, S, H] each."""
         layer = self._originals[index]
-        prefix = self._names[id(layer)]
-        for name, module in layer.named_modules():
-            for part in module._parameters:
-                if module._parameters[part] is not None:
-                    full = ".".join(p for p in (prefix, name, part) if p)
-                    module._parameters[part] = self._read(full)
+        self._fill(layer)
         self.layers[index] = layer
-        small = torch.zeros(1, inputs[0].shape[-1], dtype=self.run_dtype)
+        small = torch.zeros(1, residual.shape[-1], dtype=self.run_dtype)
         self._set_tables(small, small)
-        entered: list[Array] = []
+        seen: list[Array] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            entered.append((args[0] if args else kwargs["hidden_states"]).float().numpy().copy())
+            seen.append(_numpy(args[0] if args else kwargs["hidden_states"]))
 
-        hook = layer.register_forward_pre_hook(before, with_kwargs=True)
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            seen.append(_numpy(output[0] if isinstance(output, tuple) else output))
+
+        hooks = [layer.register_forward_pre_hook(before, with_kwargs=True), layer.register_forward_hook(after)]
         reference = TargetReference(self.model)
-        reference.cache = _OneLayerCache(index)
-        outputs = [reference.run(step, residual) for step, residual in zip(steps, inputs, strict=True)]
-        outputs = [dataclasses.replace(out, hidden=out.hidden[index : index + 1]) for out in outputs]
-        hook.remove()
-        self.layers[index] = _Passthrough(layer)
-        layer.to("meta")
-        return entered, outputs
+        reference.cache = cache
+        try:
+            reference.call(position, inputs_embeds=residual)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.layers[index] = _Passthrough(layer)
+        return seen[0], seen[1]
+
+    def _fill(self, layer: nn.Module) -> None:
+        prefix = self._names[id(layer)]
+        for name, module in layer.named_modules():
+            for part, parameter in module._parameters.items():
+                if parameter is not None:
+                    full = ".".join(p for p in (prefix, name, part) if p)
+                    module._parameters[part] = self._on_use(full, parameter)
 
     @torch.no_grad()
     def embed(self, token_ids: list[int]) -> Tensor:
@@ -198,3 +239,7 @@ class LayerReference:
         self._set_tables(weight[:1], weight)
         outputs = TargetReference(self.model).run(Step(0, [0] * residual.shape[1]), residual)
         return torch.from_numpy(outputs.logits)
+
+
+def _numpy(tensor: Tensor) -> Array:
+    return tensor.detach().float().numpy().copy()

@@ -88,9 +88,8 @@ class TargetReference:
 
         hooks = [layer.register_forward_hook(after) for layer in self.layers]
         tokens = {"input_ids": torch.tensor([step.ids])} if residual is None else {"inputs_embeds": residual}
-        positions = torch.arange(step.position, step.position + len(step.ids))[None, :]
         try:
-            output = self.model(position_ids=positions, use_cache=True, **tokens, **{self._cache_argument: self.cache})
+            output = self.call(step.position, **tokens)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -100,6 +99,18 @@ class TargetReference:
             keys=[_numpy(layer.keys[0]) for layer in self.cache.layers if layer.is_initialized],
             values=[_numpy(layer.values[0]) for layer in self.cache.layers if layer.is_initialized],
         )
+
+    @torch.no_grad()
+    def call(self, position: int, **tokens: Tensor) -> Any:
+        """One call of the module on top of the cache, all rows of a batch [B, S] at the same position.
+
+        Args:
+            position: Rows before.
+            tokens: `input_ids` [B, S] or `inputs_embeds` [B, S, H].
+        """
+        B, S = next(iter(tokens.values())).shape[:2]
+        positions = torch.arange(position, position + S).expand(B, S)
+        return self.model(position_ids=positions, use_cache=True, **tokens, **{self._cache_argument: self.cache})
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Plain greedy decoding, stop tokens ignored."""

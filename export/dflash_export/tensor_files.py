@@ -63,6 +63,17 @@ class TensorPlace:
                 left -= len(piece)
                 yield piece
 
+    def rows(self, start: int, stop: int) -> TensorPlace:
+        """Some rows of the tensor, as a tensor of their own."""
+        row_bytes = self.length_bytes // max(1, self.shape[0])
+        return TensorPlace(
+            self.file,
+            self.offset_bytes + start * row_bytes,
+            (stop - start) * row_bytes,
+            self.dtype,
+            (stop - start, *self.shape[1:]),
+        )
+
 
 def read_tensor_places(folder: Path) -> dict[str, TensorPlace]:
     """Finds every tensor of a checkpoint folder.

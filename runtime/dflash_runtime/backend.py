@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Protocol
 
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import BackendError
 
-AVAILABLE = ("ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx")
+_BACKENDS = {
+    "ort-cpu": ("ort_cpu", "ort"), "ort-cuda": ("cuda_device", "ort-gpu"),
+    "tensorrt": ("cuda_device", "tensorrt"), "tensorrt-rtx": ("cuda_device", "tensorrt-rtx"),
+}  # fmt: skip
+"""Name -> the module that opens it, and the extra that brings what it needs."""
+AVAILABLE = tuple(_BACKENDS)
 
 
 class Backend(Protocol):
@@ -44,46 +50,16 @@ class Backend(Protocol):
 
 def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> Backend:
     """Opens the backend `name` over the bundle's engines; options and errors are those of `Session.open`."""
-    if name not in AVAILABLE:
+    if name not in _BACKENDS:
         raise BackendError(f"Backend {name!r} is unknown. Available here: {', '.join(AVAILABLE)}.")
     if threads is not None and threads < 1:
         raise BackendError(f"threads is {threads} and must be at least 1; None lets the backend choose.")
     if prefill_chunk_tokens < 1:
         raise BackendError(f"prefill_chunk_tokens is {prefill_chunk_tokens} and must be at least 1, as 128.")
-    if name == "ort-cuda":
-        return _open_ort_cuda(bundle, threads, prefill_chunk_tokens)
-    if name != "ort-cpu":
-        return _open_tensorrt(name, bundle, threads, prefill_chunk_tokens)
+    module, extra = _BACKENDS[name]
     try:
-        from dflash_runtime.ort_cpu import OrtCpuBackend
+        opener = importlib.import_module(f"dflash_runtime.{module}")
+        backend: Backend = opener.open_backend(name, bundle, threads, prefill_chunk_tokens)
     except ModuleNotFoundError as error:
-        raise BackendError(f"Backend {name!r} needs {error.name}: pip install dflash-export[ort]") from error
-    return OrtCpuBackend(bundle, threads, prefill_chunk_tokens)
-
-
-def _open_ort_cuda(bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> Backend:
-    if threads is not None:
-        raise BackendError(f"threads is {threads} and backend 'ort-cuda' runs on the GPU. Leave it out.")
-    try:
-        from dflash_runtime.ort_cuda import OrtCudaBackend
-    except ModuleNotFoundError as error:
-        raise BackendError(f"Backend 'ort-cuda' needs {error.name}: pip install onnxruntime-gpu") from error
-    return OrtCudaBackend(bundle, prefill_chunk_tokens)
-
-
-def _open_tensorrt(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> Backend:
-    if threads is not None:
-        raise BackendError(f"threads is {threads} and backend {name!r} runs on the GPU. Leave it out.")
-    try:
-        from dflash_runtime.cuda_device import CudaDevice
-
-        device = CudaDevice(name)
-    except ModuleNotFoundError as error:
-        raise BackendError(f"Backend {name!r} needs {error.name}: pip install dflash-export[{name}]") from error
-    from dflash_runtime.tensorrt_backend import open_tensorrt
-
-    try:
-        return open_tensorrt(name, bundle, device, prefill_chunk_tokens)
-    except BaseException:
-        device.close()
-        raise
+        raise BackendError(f"Backend {name!r} needs {error.name}: pip install dflash-export[{extra}]") from error
+    return backend

@@ -1,39 +1,47 @@
-"""A `Device` made of cuda-python and a TensorRT: the only module that calls either."""
+"""A `Device` made of cuda-python: the only module that calls CUDA. What loads engines is given to it."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-import mmap
-from collections.abc import Callable, Mapping
-from importlib import metadata
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from dflash_runtime.device import Array, Buffer
-from dflash_runtime.errors import BackendError, EngineError
+from dflash_runtime.bundle import Bundle
+from dflash_runtime.device import Array, Buffer, Engine
+from dflash_runtime.device_backend import DeviceBackend, open_engines
+from dflash_runtime.device_engine import EngineProfile
+from dflash_runtime.errors import BackendError
 
 cuda: Any = importlib.import_module("cuda.bindings.runtime")  # untyped; its absence is the caller's to explain
 
-_MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-_PACKAGES = {"tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), "tensorrt-rtx": ("tensorrt-rtx",)}
+
+class EngineLoader(Protocol):
+    """A library that runs engines on a stream."""
+
+    version: str | None
+    """That engines have to be made for; None where any will do."""
+
+    def open(self, path: Path, profiles: Sequence[EngineProfile], stream: int) -> Engine:
+        """See `Device.open_engine`."""
 
 
 class CudaDevice:
     """The first GPU, with one stream.
 
     Args:
-        backend: `tensorrt` or `tensorrt-rtx`.
+        backend: Its name, for messages.
+        loader: Runs the engines.
 
     Raises:
         BackendError: there is no GPU, or no driver for it.
-        ModuleNotFoundError: the TensorRT is not installed.
     """
 
-    def __init__(self, backend: str) -> None:
-        self._trt: Any = importlib.import_module(_MODULES[backend])
+    def __init__(self, backend: str, loader: EngineLoader) -> None:
+        self._loader, self.tensorrt_version = loader, loader.version
         self._freed_by: list[Callable[[], object]] = []
         error, count = cuda.cudaGetDeviceCount()
         if error != cuda.cudaError_t.cudaSuccess or not count:
@@ -43,20 +51,13 @@ class CudaDevice:
             )
         numbers = (getattr(cuda.cudaDeviceAttr, f"cudaDevAttrComputeCapability{part}") for part in ("Major", "Minor"))
         self.compute_capability = ".".join(str(_call("cudaDeviceGetAttribute", number, 0)) for number in numbers)
-        self.tensorrt_version = _version(backend, self._trt)
         _call("cudaSetDevice", 0)
         self._stream = _call("cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
         self._event = _call("cudaEventCreateWithFlags", cuda.cudaEventDisableTiming)
-        self._log = self._trt.Logger(self._trt.Logger.WARNING)
-        self._runtime = self._trt.Runtime(self._log)
 
-    def open_engine(self, path: Path) -> CudaEngine:
+    def open_engine(self, path: Path, profiles: Sequence[EngineProfile]) -> Engine:
         """See `Device.open_engine`."""
-        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            engine = self._runtime.deserialize_cuda_engine(mapped)
-        if engine is None:
-            raise EngineError(f"TensorRT {self.tensorrt_version} cannot load {path}; its own message is above.")
-        return CudaEngine(self._trt, engine, self._stream, path)
+        return self._loader.open(path, profiles, int(self._stream))
 
     def allocate(self, size_bytes: int) -> Buffer:
         """See `Device.allocate`."""
@@ -129,53 +130,6 @@ class CudaDevice:
         _call("cudaStreamDestroy", self._stream)
 
 
-class CudaEngine:
-    """A loaded TensorRT engine."""
-
-    def __init__(self, trt: Any, engine: Any, stream: Any, path: Path) -> None:
-        self._trt, self._engine, self._stream, self._path = trt, engine, stream, path
-        self.scratch_bytes = int(engine.device_memory_size_v2)
-
-    def open_context(self, profile: int, scratch: Buffer) -> CudaContext:
-        """See `Engine.open_context`."""
-        trt, engine = self._trt, self._engine
-        context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-        if context is not None:
-            context.set_device_memory(scratch.address, scratch.size_bytes)
-        if context is None or not context.set_optimization_profile_async(profile, int(self._stream)):
-            raise EngineError(f"TensorRT cannot prepare profile {profile} of {self._path}; its own message is above.")
-        names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
-        moving = [name for name in names if -1 in tuple(engine.get_tensor_shape(name))]
-        for name in (name for name in moving if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT):
-            # A profile allows one shape: smallest, best and largest are the same.
-            if not context.set_input_shape(name, tuple(engine.get_tensor_profile_shape(name, profile)[1])):
-                raise EngineError(f"TensorRT refuses the shape of {name} in profile {profile} of {self._path}.")
-        sizes = {
-            name: int(np.prod(tuple(context.get_tensor_shape(name)))) * engine.get_tensor_dtype(name).itemsize
-            for name in names
-        }
-        return CudaContext(context, sizes, self._stream, f"profile {profile} of {self._path}")
-
-
-class CudaContext:
-    """An execution context that keeps to one profile."""
-
-    def __init__(self, context: Any, sizes_bytes: Mapping[str, int], stream: Any, what: str) -> None:
-        self.sizes_bytes = sizes_bytes
-        self._context, self._stream, self._what = context, int(stream), what
-
-    def bind(self, addresses: Mapping[str, int]) -> None:
-        """See `Context.bind`."""
-        for name, address in addresses.items():
-            if not self._context.set_tensor_address(name, address):
-                raise EngineError(f"TensorRT refuses the address {address:#x} for {name} in {self._what}.")
-
-    def enqueue(self) -> None:
-        """See `Context.enqueue`."""
-        if not self._context.execute_async_v3(self._stream):
-            raise EngineError(f"TensorRT cannot run {self._what}; its own message is above.")
-
-
 def _call(name: str, *args: Any) -> Any:
     """Calls a function of the CUDA runtime; returns what it gives besides its status."""
     error, *found = getattr(cuda, name)(*args)
@@ -188,11 +142,22 @@ def _text(error: Any) -> str:
     return str(cuda.cudaGetErrorString(error)[1].decode())
 
 
-def _version(backend: str, module: Any) -> str:
-    """As the builder states it: of the package, or on a Jetson, whose TensorRT has none, of the module."""
-    for package in _PACKAGES[backend]:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return str(module.__version__)
+def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> DeviceBackend:
+    """Opens `ort-cuda`, `tensorrt` or `tensorrt-rtx`; options and errors are those of `Session.open`."""
+    if threads is not None:
+        raise BackendError(f"threads is {threads} and backend {name!r} runs on the GPU. Leave it out.")
+    loader: EngineLoader
+    if name == "ort-cuda":
+        from dflash_runtime.ort_engine import OrtEngines
+
+        loader = OrtEngines()
+    else:
+        from dflash_runtime.tensorrt_engine import TensorRTEngines
+
+        loader = TensorRTEngines(name)
+    device = CudaDevice(name, loader)
+    try:
+        return open_engines(name, bundle, device, prefill_chunk_tokens)
+    except BaseException:
+        device.close()
+        raise

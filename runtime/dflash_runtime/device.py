@@ -1,12 +1,14 @@
-"""What a GPU has to do for the TensorRT backends. Everything above is plain Python that never calls CUDA itself."""
+"""What a GPU has to do for the device backends. Everything above is plain Python that never calls CUDA itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
+
+from dflash_runtime.device_engine import EngineProfile
 
 Array = npt.NDArray[Any]
 ALIGNMENT_BYTES = 256
@@ -39,8 +41,8 @@ class Engine(Protocol):
     scratch_bytes: int
     """Most device memory one call needs."""
 
-    def open_context(self, profile: int, scratch: Buffer) -> Context:
-        """Prepares a profile; contexts may share `scratch`, as calls run one after another."""
+    def open_context(self, index: int, scratch: Buffer) -> Context:
+        """Prepares the profile of this index; contexts may share `scratch`, as calls run one after another."""
 
 
 class Device(Protocol):
@@ -48,10 +50,11 @@ class Device(Protocol):
 
     compute_capability: str
     """`8.9`"""
-    tensorrt_version: str
+    tensorrt_version: str | None
+    """None where engines are graphs that ONNX Runtime opens: they fit any GPU and any version."""
 
-    def open_engine(self, path: Path) -> Engine:
-        """Loads an engine file. Raises EngineError where TensorRT refuses it."""
+    def open_engine(self, path: Path, profiles: Sequence[EngineProfile]) -> Engine:
+        """Loads an engine file. Raises EngineError where it is refused."""
 
     def allocate(self, size_bytes: int) -> Buffer:
         """Zeroed device memory, aligned. Raises BackendError where there is too little."""

@@ -1,4 +1,4 @@
-"""`engines/<backend>-sm<NN>/engine.json`: what the TensorRT engines in that folder are and what they fit."""
+"""`engines/<backend>-sm<NN>/engine.json`: what the engines of a device in that folder are and what they fit."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class GraphEngine:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceEngineRecord:
-    """Everything the record of a folder of TensorRT engines says."""
+    """Everything the record of a folder of engines for a device says."""
 
     schema_version: int
     backend: str
-    """`tensorrt` or `tensorrt-rtx`."""
-    tensorrt_version: str
-    compute_capability: str
-    """Of the GPU the engines run on, `8.9`."""
+    """`ort-cuda`, `tensorrt` or `tensorrt-rtx`."""
+    tensorrt_version: str | None
+    compute_capability: str | None
+    """Of the GPU the engines run on, `8.9`; both None for graphs that ONNX Runtime opens, which fit any GPU."""
     form: str
     """`fused` or `primitive`."""
     execution_precision: str
@@ -94,9 +94,9 @@ class DeviceEngineRecord:
         write_text_atomically(folder / ENGINE_RECORD_NAME, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
-def device_tag(backend: str, compute_capability: str, weights_mode: str = "shared") -> str:
-    """Name of the folder of engines: `tensorrt-rtx-sm89`, `tensorrt-sm87-embedded`."""
-    tag = f"{backend}-sm{compute_capability.replace('.', '')}"
+def device_tag(backend: str, compute_capability: str | None, weights_mode: str = "shared") -> str:
+    """Name of the folder of engines: `tensorrt-rtx-sm89`, `tensorrt-sm87-embedded`, `ort-cuda` for any GPU."""
+    tag = backend if compute_capability is None else f"{backend}-sm{compute_capability.replace('.', '')}"
     return tag if weights_mode == "shared" else f"{tag}-{weights_mode}"
 
 
@@ -111,8 +111,8 @@ def read_device_engine(folder: Path, remedy: str) -> DeviceEngineRecord:
     return record
 
 
-def check_device_engine(record: DeviceEngineRecord, bundle: Bundle, *, tensorrt_version: str, compute_capability: str,
-                        remedy: str) -> None:
+def check_device_engine(record: DeviceEngineRecord, bundle: Bundle, *, tensorrt_version: str | None,
+                        compute_capability: str, remedy: str) -> None:
     """Refuses engines made for another GPU, another TensorRT, or another bundle.
 
     Args:
@@ -131,7 +131,7 @@ def check_device_engine(record: DeviceEngineRecord, bundle: Bundle, *, tensorrt_
             ("compute capability", record.compute_capability, compute_capability),
             (record.backend, record.tensorrt_version, tensorrt_version),
         )
-        if made != here
+        if made is not None and made != here
     ]
     problems += source_problems(bundle, record.source)
     if problems:

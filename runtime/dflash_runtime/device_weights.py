@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -11,12 +11,16 @@ from dflash_runtime.bundle import Bundle, WeightEntry
 from dflash_runtime.device import Array, Buffer, Device, aligned
 from dflash_runtime.device_engine import BoundWeight
 from dflash_runtime.errors import EngineError
-from dflash_runtime.weights import SIGNED_TRANSPOSED, STORED, narrowed
+from dflash_runtime.weights import SIGNED_TRANSPOSED, STORED, widened
 
 _STAGING_BYTES = 16 << 20
 
+WeightPlaces = dict[tuple[str, str], Buffer]
+"""(weight, dtype) -> where it lies."""
+WeightSource = Callable[[Device, Bundle, Iterable[BoundWeight]], WeightPlaces]
 
-def upload_weights(device: Device, bundle: Bundle, wanted: Iterable[BoundWeight]) -> dict[tuple[str, str], Buffer]:
+
+def upload_weights(device: Device, bundle: Bundle, wanted: Iterable[BoundWeight]) -> WeightPlaces:
     """Brings weights onto the device; the host never holds more than a piece.
 
     Returns:
@@ -57,7 +61,8 @@ def _upload(device: Device, bundle: Bundle, name: str, entry: WeightEntry, dtype
         while left:
             stored = np.fromfile(stream, STORED[entry.dtype], min(left, at_once))
             piece = staging[: stored.size * target.itemsize]
-            piece.view(target)[:] = _converted(stored, entry.dtype, dtype, name)
+            same = entry.dtype == dtype
+            piece.view(target)[:] = stored if same else narrowed(widened(stored, entry.dtype), dtype, name)
             device.upload(address, piece)
             device.mark()
             device.wait()  # the staging memory is used again
@@ -78,8 +83,23 @@ def _upload_turned(device: Device, bundle: Bundle, entry: WeightEntry, address: 
         device.wait()  # the staging memory is used again
 
 
-def _converted(stored: Array, source: str, target: str, name: str) -> Array:
-    if source == target:
-        return stored
-    wide = stored.astype(np.float32) if source != "BF16" else (stored.astype(np.uint32) << 16).view(np.float32)
-    return narrowed(wide, target, name)
+def narrowed(wide: Array, dtype: str, name: str) -> Array:
+    """Float32 values as a dtype in safetensors' spelling, rounded to the nearest, ties to even, as PyTorch does.
+
+    Raises:
+        EngineError: finite values of the weight `name` that fp16 cannot hold.
+    """
+    if dtype == "F32":
+        return wide
+    if dtype == "BF16":
+        bits = np.ascontiguousarray(wide).view(np.uint32)
+        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+        return np.where(np.isnan(wide), np.uint16(0x7FC0), rounded)
+    with np.errstate(over="ignore"):
+        half = wide.astype(np.float16)
+    if not np.array_equal(np.isfinite(half), np.isfinite(wide)):
+        largest = float(np.abs(wide).max())
+        raise EngineError(
+            f"Weight {name!r} holds {largest:.4g}; fp16 ends at 65504. Build the engines with --precision bf16."
+        )
+    return half

@@ -126,7 +126,7 @@ class _Opener:
         # What target and drafter share is given to each session by name, and so is what must be widened: the
         # same memory for all. ONNX Runtime reads the rest itself and lets go of what it has packed.
         self.mapped = MappedWeights(bundle)
-        names = weights_given_by_name(bundle.manifest, widened=record.upcast)
+        names = weights_given_by_name(bundle.manifest, upcast=record.upcast)
         self.weights = {n: ort.OrtValue.ortvalue_from_numpy(self.mapped.float32(n)) for n in names}
 
     def open(self, file: str) -> ort.InferenceSession:
@@ -201,3 +201,8 @@ def _allocate(state: list[StateTensor], capacity: int) -> dict[str, Array]:
         shape = [{"B": 1, "T": capacity}[d] if isinstance(d, str) else d for d in tensor.shape]
         buffers[tensor.input] = np.zeros(shape, np.float32)
     return buffers
+
+
+def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> OrtCpuBackend:
+    """See `backend.open_backend`."""
+    return OrtCpuBackend(bundle, threads, prefill_chunk_tokens)

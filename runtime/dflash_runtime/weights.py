@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_runtime.bundle import Bundle, Manifest, QuantizedWeight, WeightEntry
-from dflash_runtime.errors import BundleError, EngineError
+from dflash_runtime.errors import BundleError
 
-# BF16 has no NumPy type: its bits are the upper half of a float32.
 SIGNED_TRANSPOSED = "I8T"
 """What an engine may want of a U8 weight [out, in]: signed bytes, value - 128, as [in, out]."""
+# BF16 has no NumPy type: its bits are the upper half of a float32.
 STORED: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
@@ -38,10 +38,7 @@ class MappedWeights:
         if entry is None or entry.dtype not in STORED:
             what = "is not in the bundle" if entry is None else f"has dtype {entry.dtype}"
             raise BundleError(f"Weight {name!r} {what}. Copy or build the bundle again.")
-        stored = self._stored(entry)
-        if entry.dtype == "BF16":
-            stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return stored.astype(np.float32, copy=False).reshape(entry.shape)
+        return widened(self._stored(entry), entry.dtype).reshape(entry.shape)
 
     def dequantized(self, name: str) -> npt.NDArray[Any]:
         """A weight of the manifest's `quantized` in float32, (value - zero point) * scale, as a new array."""
@@ -92,36 +89,21 @@ def dequantize(
     return grouped.reshape(values.shape)
 
 
-def weights_given_by_name(manifest: Manifest, *, widened: bool) -> set[str]:
+def weights_given_by_name(manifest: Manifest, *, upcast: bool) -> set[str]:
     """Float weights a session of ONNX Runtime is given by name, so that all sessions share them.
 
     Args:
         manifest: Of the bundle.
-        widened: Execution is in float32 and half-precision weights must be widened first.
+        upcast: Execution is in float32 and half-precision weights must be widened first.
     """
     names = {manifest.target.embedding_weight, manifest.target.head_weight} - manifest.quantized.keys()
-    if widened:
+    if upcast:
         names |= {name for name, entry in manifest.weights.items() if entry.dtype in ("F16", "BF16")}
     return names
 
 
-def narrowed(wide: npt.NDArray[Any], dtype: str, name: str) -> npt.NDArray[Any]:
-    """Float32 values as a dtype in safetensors' spelling, rounded to the nearest, ties to even, as PyTorch does.
-
-    Raises:
-        EngineError: finite values of the weight `name` that fp16 cannot hold.
-    """
-    if dtype == "F32":
-        return wide
+def widened(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """Values as they are stored in float32, exactly; the same array where they are float32."""
     if dtype == "BF16":
-        bits = np.ascontiguousarray(wide).view(np.uint32)
-        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-        return np.where(np.isnan(wide), np.uint16(0x7FC0), rounded)
-    with np.errstate(over="ignore"):
-        half = wide.astype(np.float16)
-    if not np.array_equal(np.isfinite(half), np.isfinite(wide)):
-        largest = float(np.abs(wide).max())
-        raise EngineError(
-            f"Weight {name!r} holds {largest:.4g}; fp16 ends at 65504. Build the engines with --precision bf16."
-        )
-    return half
+        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return stored.astype(np.float32, copy=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,18 +31,25 @@ class Authors:
         dflash.model._cuda_time = time.perf_counter
         self._generate = dflash.model.dflash_generate
         self.target = AutoModelForCausalLM.from_pretrained(checkpoints / "target", dtype=torch.float32).eval()
-        self.drafter: Any = dflash.model.DFlashDraftModel.from_pretrained(
-            checkpoints / "drafter", dtype=torch.float32
-        ).eval()
+        config = json.loads((checkpoints / "drafter" / "config.json").read_text(encoding="utf-8"))
+        kind = getattr(dflash.model, config["architectures"][0])
+        self.drafter: Any = kind.from_pretrained(checkpoints / "drafter", dtype=torch.float32).eval()
 
-    def run(self, prompt: list[int], max_new_tokens: int, stop_token_ids: list[int] | None = None) -> Rounds:
+    def run(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        stop_token_ids: list[int] | None = None,
+        block_size: int | None = None,
+    ) -> Rounds:
         """One greedy request. What the target is called with after the prompt is anchor and proposals."""
         calls: list[list[int]] = []
         hook = self.target.register_forward_pre_hook(lambda module, args: calls.append(args[0][0].tolist()))
         try:
             found = self._generate(
-                self.drafter, self.target, torch.tensor([prompt]), max_new_tokens, stop_token_ids, return_stats=True
-            )
+                self.drafter, self.target, torch.tensor([prompt]), max_new_tokens, stop_token_ids,
+                block_size=block_size, return_stats=True,
+            )  # fmt: skip
         finally:
             hook.remove()
         tokens = found.output_ids[0, len(prompt) :].tolist()

@@ -18,10 +18,10 @@ from recording_device import RecordingDevice
 
 from dflash_runtime import GenerationConfig, NumericsError, Session
 from dflash_runtime.bundle import Bundle
+from dflash_runtime.device_backend import DeviceBackend, open_engines
 from dflash_runtime.device_caches import DeviceCaches
 from dflash_runtime.device_engine import read_device_engine
 from dflash_runtime.errors import BackendError, EngineError
-from dflash_runtime.tensorrt_backend import TensorRTBackend, open_tensorrt
 
 CONTEXT, CHUNK, BUILT, LAYOUTS = MAIN.max_context_tokens or 0, 32, [4, 8, 16], (32, 64)
 FORMS = ["fused", "primitive"]
@@ -48,7 +48,7 @@ class Opened:
         self.device, self.form = RecordingDevice(), form
         folder = bundle.path / "engines" / f"{BACKENDS[form]}-sm89"
         record = read_device_engine(folder, "none")
-        self.backend = TensorRTBackend(BACKENDS[form], bundle, self.device, folder, record, 128,
+        self.backend = DeviceBackend(BACKENDS[form], bundle, self.device, folder, record, 128,
                                        capture_cycles=capture_cycles)  # fmt: skip
         self.session = Session(bundle, self.backend, None)
         self.opened = len(self.device.log)
@@ -245,7 +245,7 @@ def test_without_a_drafter(bundle: Bundle, expected: Any) -> None:
     record = read_device_engine(folder, "none")
     alone = dataclasses.replace(record, engines=[e for e in record.engines if e.kind == "target"])
     plain = Bundle(bundle.path, dataclasses.replace(bundle.manifest, drafter=None))
-    backend = TensorRTBackend("tensorrt-rtx", plain, RecordingDevice(), folder, alone, 128)
+    backend = DeviceBackend("tensorrt-rtx", plain, RecordingDevice(), folder, alone, 128)
     result = Session(plain, backend, None).generate(prompt_of(40), FREE)
     assert result.token_ids == expected(prompt_of(40), plain=True)[0]
     with pytest.raises(BackendError, match="no drafter"):
@@ -289,11 +289,11 @@ def _no_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("dflash_runtime.tensorrt_backend._Ids.drafts_into_block", lambda self, count: None)
+    patch.setattr("dflash_runtime.device_backend._Ids.drafts_into_block", lambda self, count: None)
 
 
 def _late_host(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("dflash_runtime.tensorrt_backend._Ids.upload", lambda self: None)
+    patch.setattr("dflash_runtime.device_backend._Ids.upload", lambda self: None)
 
 
 def _lost_rows(patch: pytest.MonkeyPatch) -> None:
@@ -327,18 +327,18 @@ def test_engines_that_do_not_fit_are_refused(bundle: Bundle, tmp_path: Path) -> 
         (RecordingDevice(tensorrt_version="1.8"), "tensorrt-rtx 1.7.1, here is 1.8"),
     ):
         with pytest.raises(EngineError, match=said) as error:
-            open_tensorrt("tensorrt-rtx", copy, device, 128)
+            open_engines("tensorrt-rtx", copy, device, 128)
         assert command in str(error.value)
     shutil.rmtree(copy.path / "engines" / "tensorrt-rtx-sm89")
     with pytest.raises(EngineError, match=r"no engine in .*tensorrt-rtx-sm89") as error:
-        open_tensorrt("tensorrt-rtx", copy, RecordingDevice(), 128)
+        open_engines("tensorrt-rtx", copy, RecordingDevice(), 128)
     assert command in str(error.value)
 
 
 def test_a_chunk_may_be_as_large_as_a_block(bundle: Bundle, tmp_path: Path, expected: Any) -> None:
     copy = Bundle.open(shutil.copytree(bundle.path, tmp_path / "bundle"))
     write_recorded_engines(copy, "fused", BUILT, 16)
-    session = Session(copy, open_tensorrt("tensorrt-rtx", copy, RecordingDevice(), 128), None)
+    session = Session(copy, open_engines("tensorrt-rtx", copy, RecordingDevice(), 128), None)
     result = session.generate(prompt_of(33), dataclasses.replace(FREE, block_size=16))
     assert result.token_ids == expected(prompt_of(33), block_size=16)[0]
 
@@ -346,10 +346,10 @@ def test_a_chunk_may_be_as_large_as_a_block(bundle: Bundle, tmp_path: Path, expe
 def test_sizes_that_were_not_built_are_refused(bundle: Bundle, tmp_path: Path) -> None:
     copy = Bundle.open(shutil.copytree(bundle.path, tmp_path / "bundle"))
     write_recorded_engines(copy, "fused", [4], 8)
-    backend = open_tensorrt("tensorrt-rtx", copy, RecordingDevice(), 128)
+    backend = open_engines("tensorrt-rtx", copy, RecordingDevice(), 128)
     assert backend.prefill_chunk_tokens == 8
     with pytest.raises(EngineError, match=r"drafter engine takes \[4\].* 16 .*dflash-export engines.*--block-size 16$"):
         Session(copy, backend, None).generate(prompt_of(6), dataclasses.replace(FREE, block_size=16))
     longer = Bundle(copy.path, dataclasses.replace(copy.manifest, max_context_tokens=CONTEXT + 64))
     with pytest.raises(EngineError, match=f"do not hold a context of {CONTEXT + 64} "):
-        open_tensorrt("tensorrt-rtx", longer, RecordingDevice(), 128)
+        open_engines("tensorrt-rtx", longer, RecordingDevice(), 128)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan
 from dflash_engines.tensorrt_versions import VERSIONS
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.device import ALIGNMENT_BYTES, Buffer
-from dflash_runtime.device_engine import BoundWeight, EngineProfile, GraphEngine, device_tag, read_device_engine
+from dflash_runtime.device_backend import DeviceBackend, open_engines
+from dflash_runtime.device_engine import BoundWeight, EngineProfile, GraphEngine, device_tag
 from dflash_runtime.errors import EngineError
-from dflash_runtime.tensorrt_backend import TensorRTBackend, open_tensorrt
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -49,20 +49,19 @@ class BoundContext:
 
 
 class BindingDevice(RecordingDevice):
-    def open_engine(self, path: Path) -> Any:
-        record = read_device_engine(path.parent, "none")
-        facts, model = next(e for e in record.engines if e.file == path.name), ir.load(path)
+    def open_engine(self, path: Path, profiles: Sequence[EngineProfile]) -> Any:
+        model = ir.load(path)
 
         class Engine:
             scratch_bytes = 100
 
-            def open_context(engine, profile: int, scratch: Buffer) -> BoundContext:  # noqa: N805
-                return BoundContext(self, model, facts.profiles[profile])
+            def open_context(engine, index: int, scratch: Buffer) -> BoundContext:  # noqa: N805
+                return BoundContext(self, model, profiles[index])
 
         return Engine()
 
 
-def open_bundle(exported: Make, folder: Path, form: str, precision: str, chunk: int = 32) -> TensorRTBackend:
+def open_bundle(exported: Make, folder: Path, form: str, precision: str, chunk: int = 32) -> DeviceBackend:
     bundle = Bundle.open(shutil.copytree(exported(HALF_PAIRS[1]), folder / "bundle"))
     backend = BACKENDS[form]
     row = next(row for row in VERSIONS if (row.flavour, row.form) == (backend, form))
@@ -77,7 +76,7 @@ def open_bundle(exported: Make, folder: Path, form: str, precision: str, chunk: 
         weights = [BoundWeight(w.input, w.weight, w.dtype) for w in network.weight_inputs]
         engines.append(GraphEngine(kind, f"{kind}.engine", "key", plan.profiles(kind), weights, [], 0))
     plan.record(engines, engines_folder).write(engines_folder)
-    return open_tensorrt(backend, bundle, BindingDevice(), 128)
+    return open_engines(backend, bundle, BindingDevice(), 128)
 
 
 @pytest.mark.parametrize("form", ["fused", "primitive"])
@@ -86,7 +85,7 @@ def test_every_tensor_of_every_profile_has_its_memory(
     exported: Make, tmp_path: Path, form: str, precision: str
 ) -> None:
     backend = open_bundle(exported, tmp_path, form, precision)
-    device: Any = backend._device
+    device: Any = backend.device
     device.finish()
     device.check_guards()
     graphs = [graph for graph in (backend._target, backend._context, backend._drafter) if graph is not None]
@@ -106,6 +105,6 @@ def test_every_tensor_of_every_profile_has_its_memory(
 
 def test_engines_of_another_shape_are_refused(exported: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: caches of half the size the engines read."""
-    monkeypatch.setattr("dflash_runtime.tensorrt_backend._ITEM_BYTES", {"fp16": 1})
+    monkeypatch.setattr("dflash_runtime.device_backend._ITEM_BYTES", {"fp16": 1})
     with pytest.raises(EngineError, match=r"target engine wants \d+ bytes for past_key_values\S+ .*the bundle gives"):
         open_bundle(exported, tmp_path, "fused", "fp16")

@@ -5,27 +5,30 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
+from recording_device import RecordingDevice
 from tiny_models import drafter_config
 
 from dflash_engines import ort_cpu, ort_cuda
-from dflash_engines.engine_writing import write_engine
 from dflash_engines.half_precision import to_fp32
-from dflash_engines.ort_cuda import BACKEND, lower_model
+from dflash_engines.ort_cuda import lower_model, write_graphs
 from dflash_runtime import BackendError, EngineError
 from dflash_runtime.backend import Backend, open_backend
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.decode import decode
-from dflash_runtime.ort_cuda import DeviceWeights, OrtCudaBackend
-from dflash_runtime.ort_fixed_graph import CUDA, Place, Placed
-from dflash_runtime.weights import narrowed
+from dflash_runtime.device import Buffer
+from dflash_runtime.device_backend import DeviceBackend, open_engines
+from dflash_runtime.device_engine import EngineProfile, read_device_engine
+from dflash_runtime.device_weights import WeightPlaces, narrowed, upload_weights
+from dflash_runtime.ort_engine import OrtEngines
+from dflash_tools.gpu_check_device import read_taps
 from dflash_tools.hollow_bundle import write_hollow_bundle
 from dflash_tools.random_bundle_weights import fill_weights
 
-HOST = Place("CPUExecutionProvider", "cpu", {})
 TARGET = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
@@ -43,10 +46,14 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
         write_hollow_bundle(root, TARGET, drafter_config(num_target_layers=3, taps=(0, 1)), max_context_tokens=80)
         bundle = fill_weights(root, seed=1, likely_tokens=2)
         ort_cpu.lower_bundle(root)
-        files = {"target": "target.onnx", "drafter_context": "drafter_context.onnx", "drafter": "drafter.onnx"}
-        wide = {file: to_fp32(lower_model(ir.load(root / file), kind, "bf16")) for kind, file in files.items()}  # type: ignore[arg-type]
-        write_engine(bundle, BACKEND, wide, {}, execution_precision="fp32")
+        files = bundle.manifest.graph_files()
+        wide = {kind: to_fp32(lower_model(ir.load(root / file), kind, "bf16")) for kind, file in files.items()}
+        write_graphs(bundle, wide, {}, "fp32")
         yield bundle
+
+
+def open_here(bundle: Bundle) -> DeviceBackend:
+    return open_engines("ort-cuda", bundle, RecordingDevice(tensorrt_version=None), CHUNK)
 
 
 def tokens(backend: Backend, prompt: list[int], block_size: int) -> tuple[list[int], list[list[int]]]:
@@ -56,11 +63,11 @@ def tokens(backend: Backend, prompt: list[int], block_size: int) -> tuple[list[i
 
 
 def test_it_drafts_and_says_what_ort_cpu_does(bundle: Bundle) -> None:
-    ours, other = OrtCudaBackend(bundle, CHUNK, place=HOST), open_backend("ort-cpu", bundle, 1, CHUNK)
+    ours, other = open_here(bundle), open_backend("ort-cpu", bundle, 1, CHUNK)
     accepted = 0
     for prompt in PROMPTS:
         plain, _ = tokens(other, prompt, 1)
-        for block_size in (1, 3, 4):  # 3: a block between two sessions' sizes
+        for block_size in (1, 3, 4):  # 3: a block between two profiles
             found, proposed = tokens(ours, prompt, block_size)
             assert found == plain
             if block_size != 3:
@@ -74,19 +81,19 @@ def test_it_drafts_and_says_what_ort_cpu_does(bundle: Bundle) -> None:
 def test_the_fp16_engine_as_it_is(bundle: Bundle, tmp_path: Path) -> None:
     copy = Bundle.open(shutil.copytree(bundle.path, tmp_path / "copy"))
     ort_cuda.lower_bundle(copy, "fp16")
-    ours, wide = OrtCudaBackend(copy, CHUNK, place=HOST), OrtCudaBackend(bundle, CHUNK, place=HOST)
+    ours, wide = open_here(copy), open_here(bundle)
     for prompt in PROMPTS:
         assert tokens(ours, prompt, 4)[0] == tokens(ours, prompt, 1)[0]
     ids = PROMPTS[2]
-    for position, rows in ((0, 16), (16, 4), (17, 1)):
+    for position, rows in ((0, 4), (4, 4), (5, 1)):
         for backend in (ours, wide):
             backend.verify(ids[position : position + rows], position)
-        one, two = ours.read_taps(rows), wide.read_taps(rows)
+        one, two = read_taps(ours, rows), read_taps(wide, rows)
         assert 0 < np.abs(one - two).max() / np.abs(two).max() < 1e-2
 
 
 def test_padded_rows_leave_nothing_behind(bundle: Bundle) -> None:
-    ours = OrtCudaBackend(bundle, CHUNK, place=HOST)
+    ours = open_here(bundle)
     prompt = PROMPTS[2]
     expected = tokens(ours, prompt, 4)
     tokens(ours, PROMPTS[1], 3)
@@ -94,43 +101,65 @@ def test_padded_rows_leave_nothing_behind(bundle: Bundle) -> None:
 
 
 def test_a_wrong_weight_is_seen(bundle: Bundle) -> None:
-    stored = DeviceWeights(bundle, HOST)
-    spoiled = {"model.layers.1.mlp.up_proj.weight"}
-    assert spoiled <= set(bundle.manifest.weights)
+    spoiled = "model.layers.1.mlp.up_proj.weight"
+    assert spoiled in bundle.manifest.weights
 
-    def weights(name: str, dtype: str) -> Placed:
-        return HOST.put(-stored(name, dtype).numpy()) if name in spoiled else stored(name, dtype)
+    def weights(device: Any, bundle: Bundle, wanted: Any) -> WeightPlaces:
+        places = upload_weights(device, bundle, wanted)
+        values = device.view(*places[spoiled, "F32"]).view(np.float32)
+        values *= -1
+        return places
 
-    one, two = OrtCudaBackend(bundle, CHUNK, place=HOST, weights=weights), OrtCudaBackend(bundle, CHUNK, place=HOST)
+    folder = bundle.path / "engines" / "ort-cuda"
+    one = DeviceBackend("ort-cuda", bundle, RecordingDevice(tensorrt_version=None), folder,
+                        read_device_engine(folder, ""), CHUNK, weights=weights)
+    two = open_here(bundle)
     assert any(tokens(one, prompt, 1)[0] != tokens(two, prompt, 1)[0] for prompt in PROMPTS)
 
 
 def test_without_the_provider_it_is_refused(bundle: Bundle) -> None:
     with pytest.raises(BackendError, match=r"not CUDAExecutionProvider.*onnxruntime-gpu"):
-        OrtCudaBackend(bundle, CHUNK)
+        OrtEngines()
     with pytest.raises(BackendError, match=r"not CUDAExecutionProvider"):
         open_backend("ort-cuda", bundle, None, CHUNK)
-    assert CUDA.options["use_tf32"] == "0"
 
 
-def test_an_older_onnxruntime_is_refused(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_no_node_may_run_elsewhere(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider"])
+    asked = {}
+
+    def session(data: bytes, options: Any, providers: Any) -> Any:
+        asked["fallback"] = options.get_session_config_entry("session.disable_cpu_ep_fallback")
+        asked["providers"] = providers
+        raise RuntimeError("a node has no kernel")
+
+    monkeypatch.setattr("onnxruntime.InferenceSession", session)
+    engine = OrtEngines().open(bundle.path / "target.onnx", [EngineProfile(4, 4, 96)], 77)
+    with pytest.raises(EngineError, match="a node has no kernel"):
+        engine.open_context(0, Buffer(0, 0))
+    ((provider, options),) = asked["providers"]
+    assert (asked["fallback"], provider) == ("1", "CUDAExecutionProvider")
+    assert (options["use_tf32"], options["user_compute_stream"]) == ("0", "77")
+
+
+def test_an_older_onnxruntime_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnxruntime.__version__", "1.29.1")
     with pytest.raises(BackendError, match=r"1\.30 or newer, here is 1\.29\.1"):
-        OrtCudaBackend(bundle, CHUNK, place=HOST)
+        OrtEngines("CPUExecutionProvider", "cpu")
 
 
 def test_a_session_on_another_provider_is_refused(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime as ort
 
     monkeypatch.setattr(ort.InferenceSession, "get_providers", lambda self: ["AzureExecutionProvider"])
+    path, profiles = bundle.path / "engines" / "ort-cuda" / "target.onnx", [EngineProfile(4, 4, 96)]
     with pytest.raises(BackendError, match=r"got .*Azure"):
-        OrtCudaBackend(bundle, CHUNK, place=HOST)
+        OrtEngines("CPUExecutionProvider", "cpu").open(path, profiles, 0).open_context(0, Buffer(0, 0))
 
 
-def test_more_rows_than_a_session_has_are_refused(bundle: Bundle) -> None:
-    ours = OrtCudaBackend(bundle, CHUNK, place=HOST)
-    with pytest.raises(BackendError, match="17 rows"):
-        ours.verify(list(range(17)), 0)
+def test_more_rows_than_a_profile_has_are_refused(bundle: Bundle) -> None:
+    with pytest.raises(EngineError, match="9 are asked for"):
+        open_here(bundle).verify(list(range(9)), 0)
 
 
 def test_weights_are_rounded_to_the_nearest() -> None:

@@ -71,6 +71,13 @@ def test_speculative_and_plain_decoding_say_the_same(bundle: Bundle) -> None:
     assert said[0] == said[1] == said[2]
 
 
+def test_a_bundle_is_checked_part_by_part_too(tmp_path: Path) -> None:
+    bundle = Case("int4", "int8", "int4", precision="bf16", gate="layers").build(tmp_path)
+    portable = [row for row in bundle.manifest.checks if row.stage == "portable"]
+    assert {"layer 0 output", "embedding", "logits", "draft_logits"} <= {row.tensor for row in portable}
+    assert all("quantised weights as floats" in row.covered for row in portable if row.tensor == "logits")
+
+
 def test_each_weight_lies_once_in_the_file(bundle: Bundle) -> None:
     spans = sorted((e.file, e.offset_bytes, e.offset_bytes + e.length_bytes) for e in bundle.manifest.weights.values())
     assert all(one[0] != two[0] or one[2] <= two[1] for one, two in itertools.pairwise(spans))

@@ -13,7 +13,6 @@ import pytest
 from pairs import MAIN, quiet
 
 from dflash_engines.passes.signed_weights import SIGNED_FILE, SignedWeightsPass
-from dflash_engines.passes.weight_inputs import WeightInputsPass
 from dflash_engines.signed_weight_file import write_signed_weights
 from dflash_engines.tensorrt_engines import build_engines
 from dflash_engines.tensorrt_network import make_network
@@ -24,7 +23,7 @@ from dflash_export.build_plan import plan_build
 from dflash_export.quantization import quantize_options
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import EngineError
-from dflash_runtime.weights import SIGNED_TRANSPOSED, MappedWeights, narrowed
+from dflash_runtime.weights import SIGNED_TRANSPOSED, MappedWeights
 
 OPTIONS = EngineOptions("tensorrt-rtx", "8.9", (8,), prefill_chunk_tokens=32, use_cache=False)
 
@@ -68,7 +67,7 @@ def _dequantized_by(bundle: Bundle, file: str, folder: Path) -> dict[str, Any]:
     """What the nodes of the signed form make of the weights: weight -> floats [out, in]."""
     model = ir.load(bundle.file(file))
     half = ir.DataType.FLOAT16 if bundle.manifest.precision == "fp16" else ir.DataType.BFLOAT16
-    signing, lifting = SignedWeightsPass(half), WeightInputsPass()
+    signing = SignedWeightsPass(half)
     signing(model)
     write_signed_weights(bundle, signing.parts, folder / SIGNED_FILE)
     mapped, found = MappedWeights(bundle), {}

@@ -18,6 +18,7 @@ from dflash_runtime.bundle import (
     TapFacts,
     TargetFacts,
     TextFacts,
+    WeightEntry,
     file_facts,
     write_text_atomically,
 )
@@ -53,9 +54,20 @@ def write_manifest(root: Path, precision: str) -> None:
         drafter=DrafterFacts("tiny", source, "Tiny", 2, sizes.hidden, 1, 4, 60, graphs[1], graphs[2]),
         taps=TapFacts([0, 1], "drafter"),
         text=TextFacts([0], None, False, {}),
-        weights={},
+        weights=_weights(root),
         files=file_facts(root, [name for name in names if name != MANIFEST_NAME]),
         checks=[],
         provenance=Provenance("0", [], {}),
     )
     write_text_atomically(root / MANIFEST_NAME, manifest.to_json())
+
+
+def _weights(root: Path) -> dict[str, WeightEntry]:
+    spelling, found = {"FLOAT": "F32", "FLOAT16": "F16", "BFLOAT16": "BF16"}, {}
+    for name in GRAPHS:
+        for tensor in (value.const_value for value in ir.load(root / name).graph.initializers.values()):
+            if isinstance(tensor, ir.ExternalTensor):
+                dtype, shape = spelling[tensor.dtype.name], [int(size) for size in tensor.shape]
+                file, offset = Path(tensor.location).as_posix(), tensor.offset or 0
+                found[str(tensor.name)] = WeightEntry(file, offset, tensor.nbytes, dtype, shape)
+    return found

@@ -17,8 +17,7 @@ from tiny_graphs import Layer, Sizes, drafter_context_model, drafter_model, targ
 from dflash_engines.half_precision import to_fp32
 from dflash_engines.ort_cuda import lower_bundle, lower_model
 from dflash_engines.passes.graph_reading import HALF_TYPES
-from dflash_runtime.bundle import Bundle
-from dflash_runtime.engine_record import open_engine
+from dflash_runtime.device_engine import read_device_engine
 from dflash_runtime.errors import EngineError
 
 CAPACITY = 48
@@ -182,11 +181,15 @@ def test_a_bundle_gets_graphs_whose_weights_are_inputs(tmp_path: Path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = write_small_bundle(tmp_path / "bundle", "bf16")
     record = lower_bundle(root, "fp16")
-    assert open_engine(Bundle.open(root), "ort-cuda") == record
-    assert (record.execution_precision, record.upcast) == ("fp16", True)
+    assert read_device_engine(root / "engines" / "ort-cuda", "") == record
+    assert record.execution_precision == "fp16"
     graph = ir.load(root / "engines" / "ort-cuda" / "target.onnx").graph
     names = [value.name for value in graph.inputs]
     assert {"embed", "embed#rows"} <= set(names)
+    taken = {bound.input: bound for bound in record.engines[0].weights}
+    others = {"input_ids", "position", "logit_rows"}
+    assert taken.keys() == {n for n in names if n not in others and not n.startswith("past_key_values.")}
+    assert (taken["embed#rows"].weight, taken["embed#rows"].dtype) == ("embed", "F16")
     assert not any(isinstance(value.const_value, ir.ExternalTensor) for value in graph.initializers.values())
     assert lower_bundle(root, "fp16") == record
     assert lower_bundle(root).execution_precision == "bf16"

@@ -33,7 +33,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 @pytest.fixture
 def device(cuda: FakeCuda) -> Any:
-    return importlib.import_module(MODULE).CudaDevice("tensorrt")
+    loader = importlib.import_module("dflash_runtime.tensorrt_engine").TensorRTEngines("tensorrt")
+    return importlib.import_module(MODULE).CudaDevice("tensorrt", loader)
 
 
 def test_what_the_device_is(device: Any) -> None:
@@ -75,7 +76,7 @@ def test_a_capture_is_launched_as_one(device: Any, cuda: FakeCuda) -> None:
 def test_engines_and_contexts(device: Any, tmp_path: Path) -> None:
     trt: Any = sys.modules["tensorrt"]
     (tmp_path / "target.engine").write_bytes(b"engine")
-    engine = device.open_engine(tmp_path / "target.engine")
+    engine = device.open_engine(tmp_path / "target.engine", [])
     scratch = device.allocate(engine.scratch_bytes)
     context = engine.open_context(1, scratch)
     assert trt.calls == [
@@ -100,7 +101,7 @@ def test_engines_and_contexts(device: Any, tmp_path: Path) -> None:
             call()
     (tmp_path / "target.engine").write_bytes(b"broken")
     with pytest.raises(EngineError, match=r"TensorRT 10.3.0 cannot load .*target\.engine"):
-        device.open_engine(tmp_path / "target.engine")
+        device.open_engine(tmp_path / "target.engine", [])
 
 
 def test_what_fails_is_named(device: Any, cuda: FakeCuda) -> None:

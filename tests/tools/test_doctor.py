@@ -120,7 +120,10 @@ def test_server_is_told_that_rtx_has_no_hopper_kernels() -> None:
     assert "pip uninstall -y onnxruntime onnxruntime-gpu" in by_name["two-onnxruntimes"]["do"]
     assert ("TensorRT is not installed", "pip install 'tensorrt-cu12>=10.15'") in lacks_of(answer, "tensorrt")
     assert answer["facts"]["onnxruntime"]["providers"] == ["cpu", "cuda", "tensorrt"]
-    assert lacks_of(answer, "ort-cuda") == [("cuDNN was not found", "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.30'")]
+    assert lacks_of(answer, "ort-cuda") == [
+        ("the trap cuda-bindings is in the way", "pip install 'cuda-bindings==12.*'"),
+        ("cuDNN was not found", "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.30'"),
+    ]
 
 
 def test_orin_nano_with_every_trap() -> None:

@@ -11,6 +11,7 @@ from tiny_models import VOCAB_SIZE, drafter_config, fill
 from torch import Tensor
 
 import dflash_tools.training_attention
+import dflash_tools.training_loss
 from dflash_export.drafter import Drafter, draft_without_cache
 from dflash_export.drafter_attention import LayerAttention
 from dflash_runtime.errors import PairError
@@ -20,6 +21,7 @@ from dflash_tools.training_attention import draft_blocks
 from dflash_tools.training_blocks import (
     anchor_range,
     draw_anchors,
+    drawn_weights,
     loss_decay,
     make_blocks,
     seeded_generator,
@@ -83,7 +85,6 @@ def test_an_anchor_that_could_see_its_own_tap_would_show(monkeypatch: pytest.Mon
     def later(*arguments: Any) -> Tensor:
         query, keys, values, own_keys, own_values, positions, rule = arguments
 
-
         shown = positions.clone()
         shown[:, 0] += 1
         return real(query, keys, values, own_keys, own_values, shown, rule)
@@ -141,6 +142,28 @@ def test_weights_decay_by_the_papers_gamma(block_size: int, gamma: float) -> Non
     assert weights.tolist() == pytest.approx([math.exp(-(k - 1) / gamma) for k in range(1, block_size)])
 
 
+def test_drawn_slots_have_the_weights_as_their_mean() -> None:
+    weights = torch.cat((slot_weights(8, 4.0), torch.zeros(1)))  # the last one lies past the text's end
+    drawn = drawn_weights(weights.expand(4000, -1), seeded_generator(0))
+    assert set(drawn.unique().tolist()) == {0.0, 1.0}
+    assert drawn[:, 0].min() == 1  # the first slot is always asked
+    assert drawn[:, -1].max() == 0
+    torch.testing.assert_close(drawn.mean(0), weights, atol=0.03, rtol=0)
+
+
+def test_drawn_slots_give_the_same_gradient_on_average() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(20, 8, generator=generator, requires_grad=True)
+    head, labels = torch.randn(50, 8, generator=generator), torch.randint(50, (20,), generator=generator)
+    weights = torch.rand(20, generator=generator)
+
+    def gradient(of: Tensor) -> Tensor:
+        return torch.autograd.grad(head_loss(hidden, head, labels, of), hidden)[0]
+
+    mean = torch.stack([gradient(drawn_weights(weights, generator)) for _ in range(3000)]).mean(0)
+    torch.testing.assert_close(mean, gradient(weights), atol=0.2, rtol=0)
+
+
 def test_anchors_lie_in_the_answer_and_change_every_epoch() -> None:
     eligible = anchor_range(10, 60)
     drawn = [draw_anchors(eligible, 12, seeded_generator(0, epoch, 3)) for epoch in range(40)]
@@ -155,7 +178,7 @@ def test_anchors_lie_in_the_answer_and_change_every_epoch() -> None:
 
 
 def test_the_loss_is_weighted_cross_entropy_and_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_tools.training_loss.MAX_LOGITS", 3 * 50)  # three rows at a time
+    monkeypatch.setitem(dflash_tools.training_loss.MAX_LOGITS, "cpu", 3 * 50)  # three rows at a time
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(11, 8, generator=generator, requires_grad=True)
     head = torch.randn(50, 8, generator=generator)

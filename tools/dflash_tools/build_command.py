@@ -86,6 +86,7 @@ TENSORRT = ("tensorrt", "tensorrt-rtx")
     show_default=True,
     help="Compare the whole model with PyTorch, or layer by layer; auto decides by the memory at hand.",
 )
+@click.option("--offline", is_flag=True, help="Use what is in the local Hugging Face cache alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def command(
     target: str,
@@ -103,6 +104,7 @@ def command(
     backend: str,
     capabilities: tuple[str, ...],
     gate: str,
+    offline: bool,
     as_json: bool,
 ) -> None:
     """Exports TARGET, and DRAFTER where there is one, into a bundle, and checks every step against PyTorch.
@@ -124,6 +126,7 @@ def command(
         max_context_tokens=max_context,
         template_args=arguments,
         gate=gate,
+        local_files_only=offline,
         quantize=quantize_options(
             quantize, quantize_head, quantize_drafter, int(group_size), symmetric=not asymmetric
         ),

@@ -10,10 +10,13 @@ import click
 # name -> module that holds the click command `command`
 SUBCOMMANDS = {
     "plan": "dflash_tools.plan_command",
+    "check-pair": "dflash_tools.check_pair_command",
     "build": "dflash_tools.build_command",
     "add-drafter": "dflash_tools.add_drafter_command",
     "engines": "dflash_tools.engines_command",
     "run": "dflash_tools.run_command",
+    "bench": "dflash_tools.bench_command",
+    "tune": "dflash_tools.tune_command",
     "inspect": "dflash_tools.inspect_command",
     "validate": "dflash_tools.validate_command",
     "reference": "dflash_tools.reference_command",

@@ -11,7 +11,7 @@ from dflash_tools.doctor_traps import LOWEST_ONNXRUNTIME, LOWEST_ONNXRUNTIME_GPU
 
 NEEDS = {
     "ort-cpu": "onnxruntime 1.24 or newer",
-    "ort-cuda": "an NVIDIA GPU with its driver, onnxruntime-gpu 1.30 or newer, CUDA and cuDNN libraries",
+    "ort-cuda": "an NVIDIA GPU with its driver, onnxruntime-gpu 1.30 or newer, CUDA and cuDNN libraries, cuda-bindings",
     "tensorrt": "an NVIDIA GPU with its driver, TensorRT 10.3 to 11.x with its Python module, cuda-bindings of the "
     "driver's CUDA, onnx-ir to lower the graphs here",
     "tensorrt-rtx": "an NVIDIA GPU of compute capability 7.5, 8.0, 8.6, 8.9, 12.0 or 12.1 with its driver, "
@@ -93,7 +93,13 @@ def _for_ort_cuda(facts: MachineFacts, traps: Set[str], _: str) -> list[Lack]:
         lacks.append(Lack("onnxruntime's folder holds no CUDA provider", install))
     if facts.gpus and facts.cuda.cudnn is None:
         lacks.append(Lack("cuDNN was not found", "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.30'"))
-    return lacks
+    return lacks + _bindings_lack(facts)
+
+
+def _bindings_lack(facts: MachineFacts) -> list[Lack]:
+    if facts.cuda.bindings is not None:
+        return []
+    return [Lack("cuda-bindings is not installed", f"pip install 'cuda-bindings=={cuda_major(facts) or 13}.*'")]
 
 
 def _for_tensorrt(facts: MachineFacts, traps: Set[str], flavour: str) -> list[Lack]:
@@ -104,9 +110,7 @@ def _for_tensorrt(facts: MachineFacts, traps: Set[str], flavour: str) -> list[La
     if "no-kernels" in traps and flavour == "tensorrt-rtx":
         return lacks
     lacks += _installation_lacks(facts, traps, flavour)
-    major = cuda_major(facts) or 13
-    if facts.cuda.bindings is None:
-        lacks.append(Lack("cuda-bindings is not installed", f"pip install 'cuda-bindings=={major}.*'"))
+    lacks += _bindings_lack(facts)
     missing = [name for name in ("onnx-ir", "ml-dtypes") if name not in facts.packages]
     if missing:
         lacks.append(Lack(f"{' and '.join(missing)} not installed", "pip install 'dflash-export[engines]'"))

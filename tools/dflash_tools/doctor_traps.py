@@ -140,7 +140,7 @@ def _bindings_of_another_cuda(facts: MachineFacts) -> Trap | None:
         f"cuda-bindings {facts.cuda.bindings} is for CUDA {have}, the {whose} here is of CUDA {major}"
         + (": its calls do not exist in this driver." if newer else "."),
         f"pip install 'cuda-bindings=={major}.*'",
-        ("tensorrt", "tensorrt-rtx") if newer else (),
+        GPU_BACKENDS if newer else (),
     )
 
 

@@ -55,6 +55,7 @@ def _table(options: TrainOptions, result: TrainResult) -> str:
     config, settings = result.config, result.settings
     own = config["dflash_config"]
     precision = "bf16" if settings["half_precision"] else "fp32"
+    slots = "of slots drawn with chances that lean" if settings["draw_slots"] else "weighted"
     rows = [
         ("target", f"`{target_name(options.target)}`: {config['num_target_layers']} layers of {config['hidden_size']}"),
         ("drafter", f"{config['num_hidden_layers']} layers, {count_text(result.num_parameters)} parameters"),
@@ -67,7 +68,7 @@ def _table(options: TrainOptions, result: TrainResult) -> str:
         (
             "recipe",
             f"{result.num_steps} steps of {settings['batch_size']} texts, at most {settings['max_anchors']} random "
-            "anchors in each answer, drawn anew every epoch; cross-entropy weighted towards early slots; AdamW at "
+            f"anchors in each answer, drawn anew every epoch; cross-entropy {slots} towards early slots; AdamW at "
             f"{settings['peak_learning_rate']:g}, {settings['warmup_share']:.0%} warm-up, then cosine; gradients "
             f"clipped at {settings['max_gradient_norm']:g}; seed {settings['seed']}",
         ),

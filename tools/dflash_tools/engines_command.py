@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.engine_record import engine_folder, open_engine
+from dflash_runtime.device_engine import DeviceEngineRecord
+from dflash_runtime.engine_record import EngineRecord, engine_folder
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.option_values import MEMORY_SIZE
 from dflash_tools.progress import ProgressLine
@@ -54,11 +55,13 @@ def command(bundle: Path, backend: str, as_json: bool, capabilities: tuple[str, 
     _refuse_tensorrt_options(backend, capabilities, options)
     with needs_extra("engines"):
         from dflash_engines import ort_cpu, ort_cuda
+    record: EngineRecord | DeviceEngineRecord
     if backend == "ort-cuda":
-        ort_cuda.lower_bundle(opened.path, options["precision"])
+        record = ort_cuda.lower_bundle(opened.path, options["precision"])
     else:
-        ort_cpu.lower_bundle(opened.path, activations=options["activations"] or ort_cpu.DEFAULT_ACTIVATIONS)
-    record = open_engine(opened, backend)
+        record = ort_cpu.lower_bundle(
+            opened.path, activations=options["activations"] or ort_cpu.DEFAULT_ACTIVATIONS
+        )
     folder = engine_folder(opened, backend)
     if as_json:
         sizes = {name: facts.size_bytes for name, facts in record.files.items()}

@@ -46,13 +46,12 @@ QWEN2_1_5B: dict[str, Any] = {
 
 
 def qwen2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a tied Qwen2 and its shape."""
+    """Every tensor of a Qwen2 and its shape, in the order of its modules."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for i in range(config["num_hidden_layers"]):
         layer = {
-            "input_layernorm.weight": (hidden,),
             "self_attn.q_proj.weight": (hidden, hidden),
             "self_attn.q_proj.bias": (hidden,),
             "self_attn.k_proj.weight": (kv, hidden),
@@ -60,13 +59,17 @@ def qwen2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             "self_attn.v_proj.weight": (kv, hidden),
             "self_attn.v_proj.bias": (kv,),
             "self_attn.o_proj.weight": (hidden, hidden),
-            "post_attention_layernorm.weight": (hidden,),
             "mlp.gate_proj.weight": (inner, hidden),
             "mlp.up_proj.weight": (inner, hidden),
             "mlp.down_proj.weight": (hidden, inner),
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
         }
         shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
-    return {**shapes, "model.norm.weight": (hidden,)}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
 
 
 def write_random_qwen2(folder: Path, config: dict[str, Any]) -> int:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dflash_runtime.bundle import Bundle
+from dflash_runtime.device import Buffer, Device
+from dflash_runtime.device_backend import DeviceBackend
+from dflash_runtime.device_engine import BoundWeight
+from dflash_runtime.device_weights import WeightPlaces, narrowed
+from dflash_runtime.weights import STORED, widened
 from dflash_tools.gpu_check_pieces import FOLDER, LARGE, TINY
 from dflash_tools.gpu_check_stage import Skipped
 from dflash_tools.machine_probe import Machine
@@ -107,74 +114,64 @@ def _bundle(name: str, *, check_files: bool) -> Bundle:
     return Bundle.open(root, check_files=check_files)
 
 
+def read_taps(backend: DeviceBackend, rows: int) -> npt.NDArray[Any]:
+    """Taps [rows, K*H] of the backend's last target call in float32."""
+    manifest, dtype = backend.bundle.manifest, {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}[backend.precision]
+    (width,) = (int(output.shape[-1]) for output in manifest.target.graph.outputs if output.name == "taps")
+    host = backend.device.host_memory(rows * width * np.dtype(STORED[dtype]).itemsize)
+    backend.device.download(host, backend.buffers["target"]["taps"].address)
+    backend.device.mark()
+    backend.device.wait()
+    return widened(host.view(STORED[dtype]), dtype).reshape(rows, width)
+
+
 class RandomWeights:
-    """Weights of a bundle's shapes, made in device memory: by PyTorch there, else a block of numbers repeated."""
+    """Weights of a bundle's shapes, made on the device: by PyTorch there, else a block of numbers repeated."""
 
-    def __init__(self, bundle: Bundle) -> None:
-        self._entries = bundle.manifest.weights
-        self._made: dict[tuple[str, str], Any] = {}
-        self.made_by, self._make = self._maker()
-
-    def __call__(self, name: str, dtype: str) -> Any:
-        """A tensor in device memory, the same one whenever it is asked for."""
-        if (name, dtype) not in self._made:
-            self._made[name, dtype] = self._make(name, tuple(self._entries[name].shape), dtype)
-        return self._made[name, dtype]
-
-    @property
-    def bytes_made(self) -> int:
-        """Of all tensors so far."""
-        sizes = {"F32": 4, "F16": 2, "BF16": 2}
-        return sum(int(np.prod(value.shape())) * sizes[dtype] for (_, dtype), value in self._made.items())
-
-    def _maker(self) -> tuple[str, Callable[[str, tuple[int, ...], str], Any]]:
+    def __init__(self) -> None:
+        self.made_by, self.bytes_made = "a repeated block from the host", 0
+        self._torch: Any = None
         if importlib.util.find_spec("torch") is not None:
             import torch
 
             if torch.cuda.is_available():
-                return "torch on the GPU", _TorchMaker(torch)
-        return "a repeated block from the host", _HostMaker()
+                self.made_by, self._torch = "torch on the GPU", torch
+                torch.manual_seed(0)
+        self._tensors: list[Any] = []
+        self._block = np.random.default_rng(0).standard_normal(_BLOCK_ELEMENTS, dtype=np.float32)
 
+    def __call__(self, device: Device, bundle: Bundle, wanted: Iterable[BoundWeight]) -> WeightPlaces:
+        """Memory for every weight in every type it is wanted in; see `device_weights.upload_weights`."""
+        made: WeightPlaces = {}
+        for name, dtype in sorted({(bound.weight, bound.dtype) for bound in wanted}):
+            shape = tuple(bundle.manifest.weights[name].shape)
+            size = math.prod(shape) * np.dtype(STORED[dtype]).itemsize
+            place = self._on_the_gpu(name, shape, dtype) if self._torch else self._from_here(device, name, shape, dtype)
+            made[name, dtype] = Buffer(place, size)
+            self.bytes_made += size
+        if self._torch:
+            self._torch.cuda.synchronize()  # the backend has a stream of its own
+        return made
 
-class _TorchMaker:
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-        torch.manual_seed(0)
-
-    def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
+    def _on_the_gpu(self, name: str, shape: tuple[int, ...], dtype: str) -> int:
         from dflash_tools.random_bundle_weights import spread_of
 
         kind = {"F32": self._torch.float32, "F16": self._torch.float16, "BF16": self._torch.bfloat16}[dtype]
         middle, deviation = spread_of(name, shape)
-        tensor = self._torch.empty(shape, dtype=kind, device="cuda").normal_(middle, deviation)
-        self._torch.cuda.synchronize()  # ONNX Runtime has a stream of its own
-        return TorchTensor(tensor)
+        self._tensors.append(self._torch.empty(shape, dtype=kind, device="cuda").normal_(middle, deviation))
+        return int(self._tensors[-1].data_ptr())
 
-
-class TorchTensor:
-    """A tensor of PyTorch as ONNX Runtime's bindings take it."""
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-    def data_ptr(self) -> int:
-        """Its address."""
-        return int(self.tensor.data_ptr())
-
-    def shape(self) -> Sequence[int]:
-        """Its shape."""
-        return list(self.tensor.shape)
-
-
-class _HostMaker:
-    def __init__(self) -> None:
-        self._block = np.random.default_rng(0).standard_normal(_BLOCK_ELEMENTS, dtype=np.float32)
-
-    def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
-        from dflash_runtime.ort_fixed_graph import CUDA
-        from dflash_runtime.weights import narrowed
+    def _from_here(self, device: Device, name: str, shape: tuple[int, ...], dtype: str) -> int:
         from dflash_tools.random_bundle_weights import spread_of
 
         middle, deviation = spread_of(name, shape)
         block = narrowed(self._block * np.float32(deviation) + np.float32(middle), dtype, name)
-        return CUDA.put(np.resize(block, shape))
+        staging = device.host_memory(block.nbytes)
+        staging[:] = block.view(np.uint8)
+        size = math.prod(shape) * block.itemsize
+        start = device.allocate(size).address
+        for offset in range(0, size, staging.nbytes):
+            device.upload(start + offset, staging[: min(staging.nbytes, size - offset)])
+        device.mark()
+        device.wait()
+        return start

@@ -29,6 +29,8 @@ PIECE_BYTES = 52 * 1024 * 1024
 JOIN_LIMIT_S = 90.0
 TINY, LARGE, REFERENCE, LIST = "tiny", "qwen2-7b", "reference.json", "packages.json"
 PACKAGES, SITE, MODULES = "packages", "site", "modules"
+PACKAGES_FETCHED = ("onnxruntime-gpu", "cuda-bindings==12.9.*", "cuda-pathfinder")
+"""cuda-bindings of CUDA 12, as its runtime works with every newer driver."""
 BLOCK_SIZES = [1, 2, 3, 4, 6, 8, 12, 16]
 MAX_CONTEXT = 4096 - 128
 PROMPTS = [[5], list(range(20, 37)), [(7 * n * n + 3 * n) % 512 for n in range(40)]]
@@ -49,7 +51,7 @@ TINY_DRAFTER: dict[str, Any] = {
 
 @click.command(cls=DFlashCommand)
 @click.option("--folder", type=click.Path(path_type=Path), default=FOLDER, show_default=True)
-@click.option("--package", "packages", multiple=True, default=("onnxruntime-gpu",), show_default=True,
+@click.option("--package", "packages", multiple=True, default=PACKAGES_FETCHED, show_default=True,
               help="Package to fetch for the other machine; repeatable.")
 @click.option("--python-version", default="3.12", show_default=True, help="Of the other machine.")
 @click.option("--without-packages", is_flag=True, help="Bundles and reference alone.")

@@ -64,12 +64,14 @@ def qwen2_7b_cuda_graph(data: dict[str, Any]) -> None:
 def _time_large(data: dict[str, Any], *, cuda_graph: bool, block_sizes: tuple[int, ...]) -> None:
     require_ort_cuda()
     bundle = large_bundle()
-    from dflash_runtime.ort_cuda import OrtCudaBackend
-    from dflash_runtime.ort_fixed_graph import CUDA, CUDA_GRAPH
+    from dflash_runtime.cuda_device import CudaDevice
+    from dflash_runtime.device_backend import open_engines
+    from dflash_runtime.ort_engine import OrtEngines
 
     started = time.perf_counter()
-    weights = RandomWeights(bundle)
-    backend = OrtCudaBackend(bundle, PREFILL_CHUNK_TOKENS, place=CUDA_GRAPH if cuda_graph else CUDA, weights=weights)
+    weights = RandomWeights()
+    backend = open_engines("ort-cuda", bundle, CudaDevice("ort-cuda", OrtEngines()), PREFILL_CHUNK_TOKENS,
+                           capture_cycles=cuda_graph, weights=weights)
     data |= {
         "open_s": round(time.perf_counter() - started, 2), "weights": weights.made_by,
         "weight_bytes": weights.bytes_made, "precision": "fp16", "cuda_graph": cuda_graph,

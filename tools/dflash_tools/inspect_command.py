@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.engine_record import open_engine
+from dflash_runtime.device_engine import read_device_engine
+from dflash_runtime.engine_record import engine_folder, open_engine
 from dflash_tools.bundle_summary import check_table, engine_names, summary_lines, total_bytes
 from dflash_tools.error_lines import DFlashCommand
 from dflash_tools.sizes import bytes_text
@@ -28,7 +29,9 @@ def command(bundle: Path, verify: bool, as_json: bool) -> None:
     """
     opened = Bundle.open(bundle, check_files=not verify)
     verified = opened.check_files(full=True) if verify else []
-    engines = {name: open_engine(opened, name) for name in engine_names(opened)} if verify else {}
+    engines = engine_names(opened) if verify else []
+    for name in engines:
+        _verify_engine(opened, name)
     if as_json:
         click.echo(json.dumps(_facts(opened, verified), ensure_ascii=False))
         return
@@ -42,6 +45,13 @@ def command(bundle: Path, verify: bool, as_json: bool) -> None:
         click.echo(f"  {line}")
     if verify:
         click.echo(f"\nVerified the sha256 of {len(verified)} files and of {len(engines)} engine folder(s).")
+
+
+def _verify_engine(bundle: Bundle, name: str) -> None:
+    if name == "ort-cpu":
+        open_engine(bundle, name)
+    else:
+        read_device_engine(engine_folder(bundle, name), f"Run: dflash-export engines {bundle.path} --backend ...")
 
 
 def _facts(bundle: Bundle, verified: list[str]) -> dict[str, Any]:

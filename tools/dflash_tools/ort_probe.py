@@ -113,7 +113,7 @@ def open_engine_probe(bundle: Bundle, backend: str, capacity_rows: int, threads:
     sessions = dict[str, ort.InferenceSession]()
     for kind, file in bundle.manifest.graph_files().items():
         data = (engine_folder(bundle, backend) / file).read_bytes()
-        folded = record.folded_weights.get(file, [])
+        folded = record.folded_weights.get(file, []) if record.upcast else []
         sessions[kind] = open_session(data, bundle.path.resolve(), wide, folded, threads)
     return OrtProbe(backend, record.execution_precision, bundle, sessions, capacity_rows, weights=wide)
 

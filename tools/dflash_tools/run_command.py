@@ -13,6 +13,7 @@ from dflash_runtime.generation import GenerationConfig, GenerationResult
 from dflash_runtime.session import Prompt, Session
 from dflash_tools.error_lines import DFlashCommand
 from dflash_tools.option_values import read_template_args, read_token_ids
+from dflash_tools.run_block_size import pick_block_size
 
 
 @click.command("run", cls=DFlashCommand, short_help="Answer a prompt.")
@@ -20,7 +21,10 @@ from dflash_tools.option_values import read_template_args, read_token_ids
 @click.argument("prompt", required=False)
 @click.option("--max-new-tokens", type=int, default=128, show_default=True, metavar="N", help="Longest answer.")
 @click.option(
-    "--block-size", type=int, metavar="N", help="Tokens in a block, anchor included. [default: the drafter's own]"
+    "--block-size",
+    type=int,
+    metavar="N",
+    help="Tokens in a block, anchor included. [default: the fastest by `tune`, else the drafter's own]",
 )
 @click.option("--plain", is_flag=True, help="Decode without the drafter, one token a step, on the same engine.")
 @click.option("--raw", is_flag=True, help="Give the prompt to the model as it is, without the chat template.")
@@ -65,9 +69,12 @@ def command(
     question: Prompt = read_token_ids(text) if ids else text
     with Session.open(bundle, backend=backend, threads=threads) as session:
         _tell_settings(session, backend, config, uses_template=not (ids or raw))
-        result = _answer(session, question, config, as_text=not (ids or as_json))
+        picked = pick_block_size(session.bundle, config, backend, threads, _prompt_tokens(session, question))
+        _tell(picked.reason or "")
+        result = _answer(session, question, picked.config, as_text=not (ids or as_json))
     if as_json:
-        click.echo(json.dumps(result.to_json(), ensure_ascii=False))
+        reason = {"block_size_reason": picked.reason} if picked.reason else {}
+        click.echo(json.dumps({**result.to_json(), **reason}, ensure_ascii=False))
     elif ids:
         click.echo(" ".join(str(token) for token in result.token_ids))
     _tell(statistics_line(result))
@@ -82,6 +89,13 @@ def _answer(session: Session, prompt: Prompt, config: GenerationConfig, *, as_te
     if as_text:
         sys.stdout.write("\n")
     return pieces.result
+
+
+def _prompt_tokens(session: Session, prompt: Prompt) -> int:
+    """Length of the prompt, about: without what the chat template puts around it."""
+    if not isinstance(prompt, str):
+        return len(prompt)
+    return 0 if session.tokenizer is None else len(session.tokenizer.encode_text(prompt))
 
 
 def _tell_settings(session: Session, backend: str, config: GenerationConfig, *, uses_template: bool) -> None:
@@ -110,5 +124,5 @@ def statistics_line(result: GenerationResult) -> str:
 
 
 def _tell(line: str) -> None:
-    if sys.stderr.isatty():
+    if line and sys.stderr.isatty():
         click.echo(line, err=True)

@@ -45,6 +45,16 @@ def slot_weights(block_size: int, gamma: float) -> Tensor:
     return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
 
 
+def drawn_weights(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """Weights of 0 and 1 that are the given ones on average: the same gradient in expectation, for fewer slots.
+
+    Args:
+        weights: [N, b - 1] between 0 and 1.
+        generator: Of the draw.
+    """
+    return (torch.rand(weights.shape, generator=generator) < weights).to(weights.dtype)
+
+
 def anchor_range(answer_start: int, num_tokens: int) -> range:
     """Positions a block may start at: answer tokens that have a next one.
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_LOGITS = 1 << 25
-"""Logits held at once."""
+MAX_LOGITS = {"cpu": 1 << 23}
+"""Logits held at once by kind of device: few enough to stay in a CPU's cache from one pass over them to the next."""
+_MAX_LOGITS_ELSEWHERE = 1 << 25
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -20,14 +21,15 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         gradient = torch.empty_like(hidden)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for part in _slices(len(labels), head.shape[0]):
-            logits = (hidden[part].to(head.dtype) @ head.T).float()
-            chances = logits.log_softmax(-1)
+        for part in _slices(labels, head.shape[0]):
             picked = labels[part, None]
-            total -= (chances.gather(1, picked)[:, 0] * weights[part]).sum()
-            chances.exp_().scatter_add_(1, picked, torch.full_like(picked, -1, dtype=chances.dtype))
-            chances *= weights[part, None]
-            gradient[part] = (chances.to(head.dtype) @ head).to(hidden.dtype)
+            chances = torch.softmax(hidden[part].to(head.dtype) @ head.T, -1, dtype=torch.float32)
+            right = chances.gather(1, picked)
+            # A chance below fp32's range counts as the smallest one there is; its gradient is exact all the same.
+            total -= (right.clamp_min(torch.finfo(right.dtype).tiny).log()[:, 0] * weights[part]).sum()
+            # The label's own part in fp32: rounded to bf16, a chance near 1 would leave nothing of its distance to 1.
+            others = (chances.scatter_(1, picked, 0.0).to(head.dtype) @ head).float()
+            gradient[part] = (others + (right - 1) * head[labels[part]].float()) * weights[part, None]
         ctx.save_for_backward(gradient)
         return total
 
@@ -57,10 +59,10 @@ def head_loss(hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> 
 @torch.no_grad()
 def best_tokens(hidden: Tensor, head: Tensor) -> Tensor:
     """[R] the token with the largest logit of each row of hidden [R, H]."""
-    parts = [(hidden[part].to(head.dtype) @ head.T).argmax(-1) for part in _slices(len(hidden), head.shape[0])]
+    parts = [(hidden[part].to(head.dtype) @ head.T).argmax(-1) for part in _slices(hidden, head.shape[0])]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=hidden.device)
 
 
-def _slices(rows: int, vocab_size: int) -> list[slice]:
-    size = max(1, MAX_LOGITS // vocab_size)
-    return [slice(start, start + size) for start in range(0, rows, size)]
+def _slices(rows: Tensor, vocab_size: int) -> list[slice]:
+    size = max(1, MAX_LOGITS.get(rows.device.type, _MAX_LOGITS_ELSEWHERE) // vocab_size)
+    return [slice(start, start + size) for start in range(0, len(rows), size)]

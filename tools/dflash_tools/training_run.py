@@ -64,6 +64,7 @@ class TrainOptions:
     resume: bool = False
     init: str = "random"
     """First weights: `random`, or `target` for copies of its last layers."""
+    draw_slots: bool = False
     earlier: str | None = None
     """A drafter to start from; it decides layers, taps and mask id, and the block size unless that is given."""
 
@@ -193,6 +194,7 @@ def _recipe(options: TrainOptions, answers: Answers, processes: Processes) -> Re
     return Recipe(
         num_steps=steps, batch_size=options.batch_size, max_anchors=options.max_anchors,
         peak_learning_rate=options.peak_learning_rate, seed=options.seed, half_precision=half,
+        draw_slots=options.draw_slots,
     )  # fmt: skip
 
 

@@ -84,10 +84,15 @@ def _differences(backend: Backend, reference: Reference) -> list[ProposalDiffere
     for index, text in enumerate(reference.facts.texts):
         _, proposals, _ = replay_rounds(backend, text)
         for number, (one, proposed) in enumerate(zip(text.rounds, proposals, strict=True)):
-            for slot, (ours, theirs) in enumerate(zip(proposed, one.proposed, strict=True)):
-                if ours != theirs:
-                    margin = margin_of(reference, f"text{index}.round{number}", slot, ours)
-                    found.append(ProposalDifference(index, number, slot + 1, ours, theirs, margin))
+            pairs = list(enumerate(zip(proposed, one.proposed, strict=True)))
+            wrong = [slot for slot, (ours, theirs) in pairs if ours != theirs]
+            if not reference.facts.pair.proposes_likeliest:
+                wrong = wrong[:1]  # a selector's later choices follow from this one
+            for slot in wrong:
+                margin = margin_of(reference, f"text{index}.round{number}", slot, proposed[slot])
+                found.append(
+                    ProposalDifference(index, number, slot + 1, proposed[slot], one.proposed[slot], margin)
+                )
     return found
 
 

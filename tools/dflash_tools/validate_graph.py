@@ -48,7 +48,9 @@ def run_calls(probe: GraphProbe, reference: Reference, bounds: Bounds, sequence:
         after = probe.cache_rows(model)
         changed = [name for name, rows in kept.items() if not np.array_equal(after[name][: call.position], rows)]
         compared = differences(reference, number, found, bounds)
-        yield CallResult(number, call, found, [*compared, *_choices(call, found)], changed)
+        likeliest = reference.facts.pair.proposes_likeliest or call.graph == TARGET
+        compared += _choices(call, found) if likeliest else []
+        yield CallResult(number, call, found, compared, changed)
 
 
 def _choices(call: Call, found: Tensors) -> list[Difference]:
@@ -118,7 +120,9 @@ def describe(
         found, expected = "missing", "an output of the graph"
     elif one.name.endswith("_ids"):
         logits = result.found["logits" if one.name == "token_ids" else "draft_logits"]
-        found, expected = str(int(result.found[one.name][row, 0])), str(int(logits[row].argmax()))
+        key = f"{result.number}/{one.name}"
+        right = reference.arrays[key][row, 0] if key in reference.arrays else logits[row].argmax()
+        found, expected = str(int(result.found[one.name][row, 0])), str(int(right))
     else:
         found, expected = values_at(reference, f"{result.number}/{one.name}", one.name, result.found[one.name], row)
     where = f"{result.call.words}, row {row} (position {result.call.position + row})"

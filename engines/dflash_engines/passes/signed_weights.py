@@ -3,7 +3,7 @@
 Measured with TensorRT-RTX 1.7.1 (three products with matrices of 4096 x 4096, scratch memory of an engine): int8 given
 as inputs is read in place if it lies as [in, out] (8 MiB) and copied as [out, in] (56 MiB); int4 given as inputs, or
 embedded with its scales given as inputs, is dequantised into scratch on every call (104 MiB); int4 embedded with its
-scales is not (8 MiB). So int8 matrices become inputs, transposed when they are loaded, and int4 ones stay in the engine.
+scales is not (8 MiB). So int8 matrices become inputs, turned when they are loaded, and int4 ones stay in the engine.
 """
 
 from __future__ import annotations
@@ -85,8 +85,13 @@ class SignedWeightsPass(ir.passes.InPlacePass):
 def _refuse(matrix: QuantizedMatrix) -> None:
     if matrix.zero_points is not None:
         raise EngineError(
-            f"{matrix.values.name} is quantised with zero points, and TensorRT's DequantizeLinear takes none. Build the "
-            "bundle with symmetric weights (without --asymmetric), or run it with --backend ort-cpu."
+            f"{matrix.values.name} is quantised with zero points, and TensorRT's DequantizeLinear takes none. Build "
+            "the bundle with symmetric weights (without --asymmetric), or run it with --backend ort-cpu."
+        )
+    if matrix.bits == 8 and matrix.group_size is not None:
+        raise EngineError(
+            f"{matrix.values.name} is int8 with a scale for each {matrix.group_size} inputs; engines take int8 with "
+            "one for each output channel. Run this bundle with --backend ort-cpu."
         )
     picked = [node for node in matrix.node.outputs[0].consumers() if node.op_type == "Gather"]
     if matrix.bits == 4 and picked:

@@ -9,6 +9,7 @@ builds both). Both inputs are bound to the same memory.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import onnx_ir as ir
 
@@ -96,6 +97,18 @@ def _weights(graph: ir.Graph) -> list[ir.Value]:
     """Initializers in files, without those an engine embeds in any case."""
     stored = [v for v in graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor)]
     return [v for v in stored if v.const_value.location != SIGNED_FILE]  # type: ignore[union-attr]
+
+
+def read_weight_inputs(model: ir.Model, weights: Collection[str]) -> list[WeightInput]:
+    """The inputs of a model after the pass that take one of `weights`, names of the bundle's index."""
+    found = []
+    for value in model.graph.inputs:
+        name = str(value.name)
+        weight = next((n for n in (name, name.removesuffix(_ROWS_SUFFIX)) if n in weights), None)
+        weight = weight or name.removesuffix(_ROWS_SUFFIX).rpartition("#")[0]
+        if weight in weights and value.dtype is not None:
+            found.append(WeightInput(name, weight, _SAFETENSORS_NAMES[value.dtype]))
+    return found
 
 
 def _add_input(graph: ir.Graph, name: str, dtype: ir.DataType | None, like: ir.Value) -> ir.Value:

@@ -1,10 +1,12 @@
-"""The `tensorrt` and `tensorrt-rtx` backends: everything is allocated and bound when they open."""
+"""The backends on a GPU, `ort-cuda`, `tensorrt`, `tensorrt-rtx`: everything is allocated and bound when they open."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from dflash_runtime.bundle import Bundle
 from dflash_runtime.device import Buffer, Device, aligned
 from dflash_runtime.device_caches import DeviceCaches
 from dflash_runtime.device_engine import (
+    BoundWeight,
     DeviceEngineRecord,
     EngineProfile,
     check_device_engine,
@@ -20,7 +23,7 @@ from dflash_runtime.device_engine import (
     read_device_engine,
 )
 from dflash_runtime.device_graph import DeviceGraph
-from dflash_runtime.device_weights import upload_weights
+from dflash_runtime.device_weights import WeightPlaces, WeightSource, upload_weights
 from dflash_runtime.engine_record import ENGINE_RECORD_NAME
 from dflash_runtime.errors import BackendError, EngineError
 
@@ -28,28 +31,32 @@ _ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _ID_BYTES = 8
 
 
-class TensorRTBackend:
-    """Executes TensorRT engines.
+class DeviceBackend:
+    """Executes the engines of a device.
 
     A call takes the smallest profile with enough rows. The rows it pads are dead like those of a rejected draft: the
     next call overwrites them, and a cache has room for them as no call starts behind the context.
 
     Args:
-        name: `tensorrt` or `tensorrt-rtx`.
+        name: The backend's.
         bundle: What is run.
         device: Where; closed with the backend.
         folder: The engines.
         record: Their record, checked.
         prefill_chunk_tokens: Most prompt tokens per call; the engines may have been built for fewer.
         capture_cycles: Enqueue the passes of a cycle as one CUDA graph from its second time on (fused form).
+        weights: Brings the weights onto the device.
     """
 
     def __init__(self, name: str, bundle: Bundle, device: Device, folder: Path, record: DeviceEngineRecord,
-                 prefill_chunk_tokens: int, *, capture_cycles: bool = False) -> None:
-        self.name, self._device, self._fused = name, device, record.form == "fused"
+                 prefill_chunk_tokens: int, *, capture_cycles: bool = False,
+                 weights: WeightSource = upload_weights) -> None:
+        self.name, self.bundle, self.device, self._fused = name, bundle, device, record.form == "fused"
+        self.precision = record.execution_precision
         self.prefill_chunk_tokens = min(prefill_chunk_tokens, record.prefill_chunk_tokens)
         remedy, manifest = _remedy(name, bundle), bundle.manifest
-        loaded = {facts.kind: (facts, device.open_engine(folder / facts.file)) for facts in record.engines}
+        loaded = {facts.kind: (facts, device.open_engine(folder / facts.file, facts.profiles))
+                  for facts in record.engines}
         scratch = device.allocate(max(1, *(engine.scratch_bytes for _, engine in loaded.values())))
         graphs = {kind: DeviceGraph(facts, engine, scratch, remedy) for kind, (facts, engine) in loaded.items()}
         self._target = graphs["target"]
@@ -67,16 +74,17 @@ class TensorRTBackend:
             states["drafter"], mask_token_id = manifest.drafter.context_graph.state, manifest.drafter.mask_token_id
         self._ids, item = _Ids(device, rows, mask_token_id), _ITEM_BYTES[record.execution_precision]
         self._caches = {key: DeviceCaches(device, s, layouts[-1], item, layouts) for key, s in states.items()}
-        self._buffers = self._bind(bundle, list(graphs.values()))
+        self.buffers = self._bind(list(graphs.values()), partial(weights, device, bundle))
         self._graphs: dict[int, Callable[[], None]] | None = {} if capture_cycles and self._fused else None
         self._prepared: set[int] = set()
         self._verified: tuple[list[int], int] | None = None  # block and position of a pass that ran ahead
         self._appended: tuple[int, int] | None = None
         self._not_finite = False
 
-    def _bind(self, bundle: Bundle, graphs: list[DeviceGraph]) -> dict[str, dict[str, Buffer]]:
+    def _bind(self, graphs: list[DeviceGraph], load: Callable[[Iterable[BoundWeight]], WeightPlaces]
+              ) -> dict[str, dict[str, Buffer]]:
         """Binds every profile; (kind, I/O tensor) -> its memory, caches apart. The taps of two graphs are one."""
-        weights = upload_weights(self._device, bundle, (bound for graph in graphs for bound in graph.facts.weights))
+        weights = load([bound for graph in graphs for bound in graph.facts.weights])
         shared, found = dict(self._ids.buffers), dict[str, dict[str, Buffer]]()
         for graph in graphs:
             own = found[graph.facts.kind] = dict(shared)
@@ -87,7 +95,7 @@ class TensorRTBackend:
             of_caches = caches.tensors(caches.layout_rows)
             for tensor, size in graph.sizes_bytes().items():
                 if tensor not in own and tensor not in of_caches:
-                    own[tensor] = self._device.allocate(size)
+                    own[tensor] = self.device.allocate(size)
                     if tensor == "taps":
                         shared[tensor] = own[tensor]
             for profile in graph.facts.profiles:
@@ -100,7 +108,7 @@ class TensorRTBackend:
         for caches in self._caches.values():
             caches.reset(clear=self._not_finite)
         if self._not_finite:
-            self._device.clear(self._buffers["target"]["taps"])
+            self.device.clear(self.buffers["target"]["taps"])
         self._not_finite = False
 
     def prefill(self, ids: Sequence[int], position: int) -> int:
@@ -126,9 +134,9 @@ class TensorRTBackend:
             self._ids.download()
 
         self._enqueue_cycle(block_size, cycle)
-        self._device.mark()
+        self.device.mark()
         self.append_context(block_size, position)  # it does not depend on what will be accepted
-        self._device.wait()
+        self.device.wait()
         proposed: list[int] = self._ids.drafts[: block_size - 1].tolist()
         self._verified = [anchor, *proposed], position
         return proposed
@@ -150,7 +158,7 @@ class TensorRTBackend:
 
     def close(self) -> None:
         """Frees the device."""
-        self._device.close()
+        self.device.close()
 
     def _profile(self, graph: DeviceGraph, rows: int, logit_rows: int, position: int) -> EngineProfile:
         for caches in self._caches.values():
@@ -163,8 +171,8 @@ class TensorRTBackend:
         self._ids.upload()
         self._pass_target(len(ids), len(logit_rows), position)
         self._ids.download()
-        self._device.mark()
-        self._device.wait()
+        self.device.mark()
+        self.device.wait()
         return self._take(len(logit_rows))
 
     def _pass_target(self, rows: int, logit_rows: int, position: int) -> None:
@@ -176,14 +184,14 @@ class TensorRTBackend:
         """Of the primitive form: only rows of the call, never those it pads."""
         if not self._fused:
             caches = self._caches["target" if kind == "target" else "drafter"]
-            sources = [self._buffers[kind][f"new_rows.{i}"].address for i in range(len(caches.groups))]
+            sources = [self.buffers[kind][f"new_rows.{i}"].address for i in range(len(caches.groups))]
             caches.commit(sources, profile.rows, rows, position)
 
     def _enqueue_cycle(self, block_size: int, cycle: Callable[[], None]) -> None:
         """As a CUDA graph where asked for; the first time runs without, as TensorRT prepares things then."""
         if self._graphs is not None and block_size in self._prepared:
             if block_size not in self._graphs:
-                self._graphs[block_size] = self._device.capture(cycle)
+                self._graphs[block_size] = self.device.capture(cycle)
             cycle = self._graphs[block_size]
         self._prepared.add(block_size)
         cycle()
@@ -233,22 +241,23 @@ class _Ids:
         self._device.copy_rows(block + _ID_BYTES, size, self.buffers["draft_ids"].address, size, size, 1)
 
 
-def open_tensorrt(name: str, bundle: Bundle, device: Device, prefill_chunk_tokens: int) -> TensorRTBackend:
-    """Finds the engines of this GPU and opens them.
+def open_engines(name: str, bundle: Bundle, device: Device, prefill_chunk_tokens: int, **options: Any) -> DeviceBackend:
+    """Finds the engines of a backend for this GPU and opens them; options are those of `DeviceBackend`.
 
     Raises:
         EngineError: there are none, or they were made for another GPU, TensorRT or bundle.
         BackendError: the device has too little memory.
     """
     remedy, capability = _remedy(name, bundle), device.compute_capability
+    made_for = None if device.tensorrt_version is None else capability
     own = [folder for mode in ("shared", "embedded")
-           for folder in engine_folders(bundle, device_tag(name, capability, mode))]  # fmt: skip
+           for folder in engine_folders(bundle, device_tag(name, made_for, mode))]  # fmt: skip
     others = sorted((bundle.path / "engines").glob(f"{name}-sm*"))  # their record says what they are for
     folder = next((folder for folder in (*own, *others) if (folder / ENGINE_RECORD_NAME).is_file()), own[0])
     record = read_device_engine(folder, remedy)
     check_device_engine(record, bundle, tensorrt_version=device.tensorrt_version, compute_capability=capability,
                         remedy=remedy)  # fmt: skip
-    return TensorRTBackend(name, bundle, device, folder, record, prefill_chunk_tokens)
+    return DeviceBackend(name, bundle, device, folder, record, prefill_chunk_tokens, **options)
 
 
 def _remedy(name: str, bundle: Bundle) -> str:

@@ -1,0 +1,21 @@
+"""The sizes a call of each graph may have on a device: one for each block size, for prefill and for plain steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dflash_runtime.device_engine import EngineProfile
+
+
+def call_profiles(kind: str, block_sizes: Sequence[int], chunk: int, capacities: Sequence[int]) -> list[EngineProfile]:
+    """Profiles of a graph, smallest first: of those that cover a call, the first is the one to use.
+
+    Args:
+        kind: Which graph: a drafter has no prefill and no plain steps.
+        block_sizes: Without 1; empty where there is no drafter.
+        chunk: Most prompt tokens of a call.
+        capacities: Rows of cache a call may read.
+    """
+    sizes = sorted(block_sizes) if kind == "drafter" else sorted({1, *block_sizes, chunk})
+    logit_rows = {n: 0 if kind != "target" else n if n in block_sizes else 1 for n in sizes}
+    return [EngineProfile(n, logit_rows[n], rows) for n in sizes for rows in capacities]

@@ -1,0 +1,95 @@
+"""Engines of TensorRT or TensorRT-RTX, a context for each profile: the only module that calls either."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_runtime.device import Buffer
+from dflash_runtime.device_engine import EngineProfile
+from dflash_runtime.errors import EngineError
+
+_MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+_PACKAGES = {"tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), "tensorrt-rtx": ("tensorrt-rtx",)}
+
+
+class TensorRTEngines:
+    """Opens engine files; ModuleNotFoundError where `backend`, tensorrt or tensorrt-rtx, is not installed."""
+
+    def __init__(self, backend: str) -> None:
+        self._trt: Any = importlib.import_module(_MODULES[backend])
+        self.version: str | None = _version(backend, self._trt)
+        self._log = self._trt.Logger(self._trt.Logger.WARNING)
+        self._runtime: Any = None
+
+    def open(self, path: Path, profiles: Sequence[EngineProfile], stream: int) -> TensorRTEngine:
+        """See `Device.open_engine`; the profiles are in the file too."""
+        self._runtime = self._runtime or self._trt.Runtime(self._log)  # wants a GPU
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            engine = self._runtime.deserialize_cuda_engine(mapped)
+        if engine is None:
+            raise EngineError(f"TensorRT {self.version} cannot load {path}; its own message is above.")
+        return TensorRTEngine(self._trt, engine, stream, path)
+
+
+class TensorRTEngine:
+    """A loaded engine."""
+
+    def __init__(self, trt: Any, engine: Any, stream: int, path: Path) -> None:
+        self._trt, self._engine, self._stream, self._path = trt, engine, stream, path
+        self.scratch_bytes = int(engine.device_memory_size_v2)
+
+    def open_context(self, index: int, scratch: Buffer) -> TensorRTContext:
+        """See `Engine.open_context`."""
+        trt, engine = self._trt, self._engine
+        context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if context is not None:
+            context.set_device_memory(scratch.address, scratch.size_bytes)
+        if context is None or not context.set_optimization_profile_async(index, self._stream):
+            raise EngineError(f"TensorRT cannot prepare profile {index} of {self._path}; its own message is above.")
+        names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+        moving = [name for name in names if -1 in tuple(engine.get_tensor_shape(name))]
+        for name in (name for name in moving if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT):
+            # A profile allows one shape: smallest, best and largest are the same.
+            if not context.set_input_shape(name, tuple(engine.get_tensor_profile_shape(name, index)[1])):
+                raise EngineError(f"TensorRT refuses the shape of {name} in profile {index} of {self._path}.")
+        sizes = {
+            name: int(np.prod(tuple(context.get_tensor_shape(name)))) * engine.get_tensor_dtype(name).itemsize
+            for name in names
+        }
+        return TensorRTContext(context, sizes, self._stream, f"profile {index} of {self._path}")
+
+
+class TensorRTContext:
+    """An execution context that keeps to one profile."""
+
+    def __init__(self, context: Any, sizes_bytes: Mapping[str, int], stream: int, what: str) -> None:
+        self.sizes_bytes = sizes_bytes
+        self._context, self._stream, self._what = context, stream, what
+
+    def bind(self, addresses: Mapping[str, int]) -> None:
+        """See `Context.bind`."""
+        for name, address in addresses.items():
+            if not self._context.set_tensor_address(name, address):
+                raise EngineError(f"TensorRT refuses the address {address:#x} for {name} in {self._what}.")
+
+    def enqueue(self) -> None:
+        """See `Context.enqueue`."""
+        if not self._context.execute_async_v3(self._stream):
+            raise EngineError(f"TensorRT cannot run {self._what}; its own message is above.")
+
+
+def _version(backend: str, module: Any) -> str:
+    """As the builder states it: of the package, or on a Jetson, whose TensorRT has none, of the module."""
+    for package in _PACKAGES[backend]:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return str(module.__version__)

@@ -1,0 +1,128 @@
+"""DFlash 2 on a real bundle against the authors' package: every proposal of every round, and that faults show.
+
+The pairs are tiny and random: no public DFlash 2 target is small enough to be tried here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import torch
+from authors import Authors, Rounds, differences
+from conftest import Make, Once
+from faults import edit_graph, plant
+from pairs import FULL, SLIDING, Pair, build_fully
+from test_against_authors import NEW_TOKENS, compared, ours, prompts
+from tiny_models import DFLASH2
+
+from dflash_export.drafter_config import DFlash2Config
+from dflash_export.drafter_dflash2 import MOST_SLOTS, CandidateSelector
+from dflash_runtime import GenerationConfig, Session
+from dflash_runtime.bundle import Bundle
+
+PAIRS = [
+    Pair(
+        "dflash2-sliding",
+        drafter={**DFLASH2, "layer_types": [SLIDING] * 2, "sliding_window": 18, "is_causal": False, "block_size": 16},
+        likely_tokens=5,
+    ),
+    Pair(
+        "dflash2-mixed",
+        "qwen2",
+        target={"tie_word_embeddings": False},
+        drafter={
+            **DFLASH2, "taps": (1, 0), "block_size": 8, "selector_top_k": 16, "conv_kernel_size": 3,
+            "conv_group_size": 8, "layer_types": [FULL, SLIDING], "sliding_window": 20, "output_multiplier": 0.3,
+            "final_logit_softcapping": 4.0,
+        },
+        likely_tokens=5,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_every_round_is_the_authors(exported: Make, pair: Pair) -> None:
+    bundle = exported(pair)
+    authors = Authors(bundle.parent)
+    assert type(authors.drafter).__name__ == "DFlash2DraftModel"
+    accepted = set()
+    with Session.open(bundle, threads=1, prefill_chunk_tokens=16) as session:
+        for block_size in (2, 3, 8, 16)[: 4 if pair.drafter["block_size"] == 16 else 3]:
+            config = GenerationConfig(max_new_tokens=NEW_TOKENS, stop_token_ids=[], block_size=block_size)
+            for prompt in prompts():
+                expected = authors.run(prompt, NEW_TOKENS, block_size=block_size)
+                assert differences(session.generate(prompt, config), expected) == []
+                accepted |= set(expected.acceptance_lengths)
+    assert len(accepted) > 2
+
+
+def test_a_half_precision_build_passes_its_gate(once: Once) -> None:
+    pair = dataclasses.replace(PAIRS[0], name="dflash2-fp16", precision="fp16")
+    bundle = once(pair.name, lambda folder: build_fully(pair, folder)) / "bundle"
+    manifest = Bundle.open(bundle).manifest
+    assert manifest.drafter is not None
+    assert manifest.drafter.architecture == "DFlash2DraftModel"
+    assert {row.tensor for row in manifest.checks if row.stage == "precision"} >= {"drafter context", "draft_logits"}
+
+
+def forgets_the_neighbour(bundle: Path) -> None:
+    """Every slot takes its likeliest token, whatever stands before it."""
+
+    def change(model: ir.Model) -> None:
+        scores = next(node for node in model.graph if node.op_type == "ArgMax").inputs[0]
+        assert scores is not None
+        total = scores.producer()
+        assert total is not None and total.op_type == "Add"
+        transitions = total.inputs[1]
+        nothing = ir.node("Sub", [transitions, transitions])
+        model.graph.insert_before(total, nothing)
+        total.replace_input_with(1, nothing.outputs[0])
+
+    edit_graph(bundle, "drafter.onnx", change)
+
+
+def convolves_only_the_token(bundle: Path) -> None:
+    """The kernels' second half weighs the token itself, not the one before it."""
+
+    def change(model: ir.Model) -> None:
+        joined = [n for n in model.graph if n.op_type == "Concat" and _pads_the_block(n)]
+        assert joined
+        for node in joined:
+            node.outputs[0].uses()[0].node.replace_input_with(0, node.inputs[1])
+
+    edit_graph(bundle, "drafter.onnx", change)
+
+
+def _pads_the_block(node: ir.Node) -> bool:
+    shape = node.inputs[1].shape if node.inputs[1] is not None else None
+    return shape is not None and len(shape) == 3 and shape[2] == 64
+
+
+@pytest.mark.parametrize("fault", [forgets_the_neighbour, convolves_only_the_token], ids=lambda fault: fault.__name__)
+def test_planted_faults_show(exported: Make, fault: Callable[[Path], None], tmp_path: Path) -> None:
+    bundle = exported(PAIRS[0])
+    authors = Authors(bundle.parent)
+    expected: list[Rounds] = [authors.run(prompt, NEW_TOKENS) for prompt in prompts()]
+    copy = shutil.copytree(bundle, tmp_path / "b")
+    plant(copy, fault)
+    assert any("proposes" in words for words in compared(ours(copy), expected))
+
+
+def test_the_composed_walk_is_the_walk_for_every_number_of_slots() -> None:
+    torch.manual_seed(0)
+    selector = CandidateSelector(DFlash2Config(2, 4, 8, 5), 12, 40)
+    with torch.no_grad():
+        for parameter in selector.parameters():
+            parameter.normal_()
+        for slots in (1, 2, 3, 15, 16, 33, MOST_SLOTS):
+            hidden, logits = torch.randn(1, slots, 12), torch.randn(1, slots, 40)
+            one, two = (
+                walk(hidden, logits, torch.tensor([[7]])) for walk in (selector.walk, selector.walk_slot_by_slot)
+            )
+            assert torch.equal(one, two)
+            assert slots == 1 or not torch.equal(one, logits.argmax(-1))  # the selector did choose

@@ -1,0 +1,55 @@
+"""The first prompts of the sets DFlash drafters are measured on, wrapped as the authors' benchmark wraps them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from dflash_runtime.errors import PromptError
+
+_STEPS = "{text}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+_CODE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{text}\n```"
+SETS = {"gsm8k": ("question", _STEPS), "humaneval": ("prompt", _CODE), "math500": ("problem", _STEPS),
+        "mt-bench": ("turns", "{text}")}  # fmt: skip
+"""Key of a row, and what the user is made to say with its text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptancePrompt:
+    """What the user says in one request."""
+
+    set_name: str
+    row: int
+    """Row of the file, from 0."""
+    text: str
+
+
+def set_prompts(name: str, path: Path, count: int) -> list[AcceptancePrompt]:
+    """The first prompts of a set, in file order; of a conversation its first turn.
+
+    Args:
+        name: One of `SETS`.
+        path: JSONL as the set's authors publish it.
+        count: How many.
+
+    Raises:
+        PromptError: the file cannot be read, a row lacks the set's key, or there are fewer rows.
+    """
+    key, wrapping = SETS[name]
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows: list[Any] = [json.loads(line) for line in lines[:count]]
+    except (OSError, ValueError) as error:
+        raise PromptError(f"{path} cannot be read as JSONL ({error}).") from error
+    if len(rows) < count:
+        raise PromptError(f"{path} holds {len(rows)} prompts, {count} were asked for. Lower --num-prompts.")
+    prompts = []
+    for number, row in enumerate(rows):
+        found = row.get(key) if isinstance(row, dict) else None
+        text = found[0] if isinstance(found, list) and found else found
+        if not isinstance(text, str) or not text:
+            raise PromptError(f"{path}:{number + 1} has no text in {key!r}, where {name} has it.")
+        prompts.append(AcceptancePrompt(name, number, wrapping.format(text=text)))
+    return prompts

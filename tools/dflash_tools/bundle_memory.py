@@ -1,0 +1,41 @@
+"""Bytes a session keeps for weights and caches, from the bundle's facts: exact for what is stored, no measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from dflash_runtime.bundle import Bundle, StateTensor
+from dflash_tools.plan_formulas import ITEM_BYTES, capacity_tokens
+
+_FLOATS = {"F32", "F16", "BF16"}
+_OTHER_BYTES = {"I64": 8, "F64": 8, "I32": 4, "I16": 2, "U16": 2}
+"""Of a dtype that is not widened; the rest take one byte."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionMemory:
+    """What a session keeps."""
+
+    weight_bytes: int
+    """Target and drafter, shared tensors once, in the precision that is executed."""
+    kv_bytes: int
+    """Caches of target and drafter at full capacity."""
+
+
+def session_memory(bundle: Bundle, precision: str) -> SessionMemory:
+    """Bytes of weights and caches in the precision the engine executes in."""
+    manifest, item = bundle.manifest, ITEM_BYTES[precision]
+    weights = sum(
+        math.prod(entry.shape) * (item if entry.dtype in _FLOATS else _OTHER_BYTES.get(entry.dtype, 1))
+        for entry in manifest.weights.values()
+    )
+    capacity = capacity_tokens(manifest.max_context_tokens, manifest.block_sizes)
+    state = list(manifest.target.graph.state)
+    if manifest.drafter is not None:
+        state += manifest.drafter.context_graph.state
+    return SessionMemory(weights, sum(_elements(tensor, capacity) for tensor in state) * item)
+
+
+def _elements(tensor: StateTensor, capacity: int) -> int:
+    return math.prod({"B": 1, "T": capacity}[d] if isinstance(d, str) else d for d in tensor.shape)
