@@ -82,7 +82,7 @@ def lower_bundle(
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     if bundle.manifest.quantized:
         raise EngineError(
-            f"{BACKEND} has no form for quantised weights yet. Run this bundle with --backend ort-cpu or a TensorRT, or "
+            f"{BACKEND} has no form for quantised weights. Run this bundle with --backend ort-cpu or a TensorRT, or "
             "build one without --quantize."
         )
     wanted = precision or bundle.manifest.precision

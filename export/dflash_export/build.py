@@ -16,6 +16,7 @@ from dflash_export.graph_files import write_graph
 from dflash_export.hollow_model import causal_lm_class
 from dflash_export.match_weights import match_weights
 from dflash_export.quantization import choose_schemes
+from dflash_export.quantized_formats.imported_place import ImportedPlace, imported_parts
 from dflash_export.quantized_places import quantize_places
 from dflash_export.tap_rule import default_target_layer_ids
 from dflash_export.taps import select_taps
@@ -69,9 +70,12 @@ def trace_and_store_target(
     islands = {name: spelling[dtype] for name, (dtype, _) in traced.parameters.items() if dtype != own}
     tables = {traced.embedding_weight, traced.head_weight}
     linear = [name for name in linear_weights(traced.model) if name not in islands]
-    schemes, notes = choose_schemes(linear, tables, plan.quantize)
+    floats = [name for name in linear if not isinstance(plan.places[name], ImportedPlace)]
+    schemes, notes = choose_schemes(floats, tables, plan.quantize)
     plan.notes.extend(notes)
-    places, quantized = quantize_places(plan.places, schemes, plan.weight_dtype)
+    imported, quantized = imported_parts(plan.places, linear, plan.weight_dtype)
+    places, rounded = quantize_places({**plan.places, **imported}, schemes, plan.weight_dtype)
+    quantized |= rounded
     stored = store_weights(root, TARGET_WEIGHTS, places, plan.weight_dtype, progress, islands)
     stored = dataclasses.replace(stored, quantized=quantized)
     if layer_ids is None:

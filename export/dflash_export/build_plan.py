@@ -8,14 +8,15 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from dflash_export.catalog import CATALOG, drafter_template_args
-from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config
+from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config, with_imported_weights
 from dflash_export.drafter_build import DrafterPlan, default_block_sizes, plan_drafter
 from dflash_export.drafter_data_record import recorded_template_args
 from dflash_export.match_weights import untie_if_stored_apart
 from dflash_export.pair_findings import TargetSide
 from dflash_export.quantization import QuantizeOptions
+from dflash_export.quantized_formats.imported_place import ImportedPlace
 from dflash_export.rope_limits import exact_context_limit
-from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
+from dflash_export.tensor_files import FLOAT_DTYPES, ITEM_BYTES, TensorPlace
 from dflash_export.text_files import read_text_facts
 from dflash_export.weight_store import PRECISIONS
 from dflash_runtime.errors import CheckpointError, PairError
@@ -77,6 +78,7 @@ def plan_target(options: BuildOptions) -> TargetPlan:
         CheckpointError: not found, damaged, or options the model cannot serve.
     """
     checkpoint = find_checkpoint(options.target, role="target", local_files_only=options.local_files_only)
+    checkpoint = with_imported_weights(checkpoint)
     config = read_target_config(checkpoint)
     notes = untie_if_stored_apart(config, checkpoint.places)
     precision = options.precision or _own_precision(checkpoint)
@@ -89,8 +91,10 @@ def plan_target(options: BuildOptions) -> TargetPlan:
 def _own_precision(checkpoint: Checkpoint) -> str:
     by_dtype: dict[str, int] = {}
     for place in checkpoint.places.values():
+        if isinstance(place, ImportedPlace) or place.dtype not in FLOAT_DTYPES:
+            continue
         by_dtype[place.dtype] = by_dtype.get(place.dtype, 0) + place.length_bytes
-    most = max(by_dtype, key=lambda d: by_dtype[d])
+    most = max(by_dtype, key=lambda d: by_dtype[d], default="BF16")
     return {"F32": "fp32", "F64": "fp32", "F16": "fp16", "BF16": "bf16"}.get(most, "bf16")
 
 

@@ -12,6 +12,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from dflash_export.catalog import CATALOG, NOT_SERVED, shipped_folder
 from dflash_export.hub_access import download
 from dflash_export.json_file import read_json
+from dflash_export.quantized_formats import read_quantized_places
+from dflash_export.quantized_formats.imported_place import ImportedPlace
 from dflash_export.tensor_files import TensorPlace, read_tensor_places
 from dflash_runtime.bundle import SourceFacts
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
@@ -91,19 +93,30 @@ def _open(
     return Checkpoint(folder, name, SourceFacts(kind, identity, revision, digest), places)
 
 
+def with_imported_weights(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint whose quantised weights, where it has some, stand under the names of the plain ones.
+
+    Raises:
+        CheckpointError: it is quantised in a way that is not taken.
+    """
+    config = read_json(checkpoint.folder / "config.json").get("quantization_config")
+    if not config:
+        return checkpoint
+    return dataclasses.replace(checkpoint, places=read_quantized_places(config, checkpoint.places, checkpoint.name))
+
+
 def read_target_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """The target's configuration as Transformers reads it, never running code from the checkpoint.
 
     Raises:
-        CheckpointError: config.json is no valid configuration, or a quantised one.
+        CheckpointError: config.json is no valid configuration, or of a quantised checkpoint whose weights have not
+            gone through `with_imported_weights`.
         UnsupportedModelError: the model type needs code that Transformers does not ship.
     """
     data = read_json(checkpoint.folder / "config.json")
-    if data.get("quantization_config"):
+    if data.get("quantization_config") and not any(isinstance(p, ImportedPlace) for p in checkpoint.places.values()):
         method = data["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(
-            f"{checkpoint.name} is quantised ({method}); give the original half-precision checkpoint."
-        )
+        raise CheckpointError(f"{checkpoint.name} is quantised ({method}); this needs the original half-precision one.")
     try:
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
@@ -113,4 +126,8 @@ def read_target_config(checkpoint: Checkpoint) -> PreTrainedConfig:
                 "This tool runs no code from checkpoints."
             ) from error
         raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {str(error).splitlines()[0]}") from error
+    # The module is made plain; what is quantised is read from the checkpoint's own tensors.
+    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     return config

@@ -100,6 +100,13 @@ def dequantized_places(root: Path, manifest: Manifest) -> dict[str, TensorPlace]
     return found
 
 
+def put_all_weights(module: nn.Module, root: Path, manifest: Manifest) -> None:
+    """Gives the target's module all its weights from the bundle: its checkpoint is one Transformers may not load."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(read_float_weight(root, manifest, name))
+
+
 def put_dequantized(module: nn.Module, root: Path, manifest: Manifest, dtype: torch.dtype) -> None:
     """Gives the target's module the values its quantised weights have, rounded to `dtype`."""
     with torch.no_grad():

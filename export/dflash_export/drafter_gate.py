@@ -191,11 +191,15 @@ class DrafterGate:
         if self.token_rows is not None:
             self._cut_tables(model, self.token_rows)
         weights = None
+        if self.token_rows is not None and (half or self.manifest.precision == "fp32"):
+            self._cut_quantized_tables(model, self.token_rows)
         if half:
             model = self.passes.emulate_half(model)
         elif self.manifest.precision != "fp32":
-            weights = weights_as_float32(self.root, self.manifest, model)
             model = self.passes.to_fp32(model)
+            if self.token_rows is not None:
+                self._cut_quantized_tables(model, self.token_rows)
+            weights = weights_as_float32(self.root, self.manifest, model)
         return GraphRunner(serialise(model), self.root, facts, self.capacity, weights)
 
     def _cut_tables(self, model: ir.Model, rows: list[int]) -> None:
@@ -205,7 +209,6 @@ class DrafterGate:
             value = model.graph.initializers[name]
             entry = self.manifest.weights[name]
             if name in self.manifest.quantized:
-                put_float_rows(model, name, read_float_rows(self.root, self.manifest, name, rows))
                 continue
             table = read_weight(self.root, entry)[rows].contiguous().view(torch.uint8).numpy()
             stored = table.view(value.const_value.dtype.numpy()).reshape(len(rows), -1)  # type: ignore[union-attr]
@@ -214,6 +217,11 @@ class DrafterGate:
         for node in model.graph:
             for output in node.outputs:
                 output.shape = None
+
+    def _cut_quantized_tables(self, model: ir.Model, rows: list[int]) -> None:
+        """The same for quantised tables, in the type the graph now computes in."""
+        for name in set(self.tables) & self.manifest.quantized.keys() & model.graph.initializers.keys():
+            put_float_rows(model, name, read_float_rows(self.root, self.manifest, name, rows))
 
 
 def _pairs(one: dict[str, Array], two: dict[str, Array]) -> list[tuple[str, Array, Array]]:

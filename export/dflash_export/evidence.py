@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dflash_export.dequantized_weights import put_dequantized
+from dflash_export.checkpoint import find_checkpoint, read_target_config, with_imported_weights
+from dflash_export.dequantized_weights import put_all_weights, put_dequantized
 from dflash_export.quality import Logits, Perplexity, perplexity, text_windows
+from dflash_export.quantized_places import ROUND_TO_NEAREST
 from dflash_export.reference_run import Array, Step, StepOutputs, TargetReference
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
 from dflash_runtime.bundle import Manifest
@@ -72,9 +74,10 @@ def gather_target_evidence(
     windows = [tensor.window_tokens for tensor in manifest.target.graph.state]
     steps = plan_steps(manifest.target.vocab_size, windows, manifest.max_context_tokens)
     dtype = TORCH_DTYPES[PRECISIONS[manifest.precision]]
-    text = [] if root is None else text_windows(root / "tokenizer" / "tokenizer.json", *_limits(manifest))
+    imported = root is not None and any(facts.origin != ROUND_TO_NEAREST for facts in manifest.quantized.values())
+    text = [] if root is None or imported else text_windows(root / "tokenizer" / "tokenizer.json", *_limits(manifest))
     original = perplexity(text, _logits(TargetReference.load(folder, torch.float32))) if text else None
-    reference = TargetReference.load(folder, dtype)
+    reference = _load_imported(folder, dtype, root, manifest) if imported else TargetReference.load(folder, dtype)
     rounded = None
     if dtype is not torch.float32:
         if root is not None:
@@ -95,6 +98,16 @@ def gather_target_evidence(
     said = reference.run(Step(0, (prompts[0] + continuations[0])[: manifest.max_context_tokens]))
     taps = np.concatenate([said.hidden[i] for i in manifest.taps.layer_ids], axis=-1)
     return TargetEvidence(steps, exact, rounded, prompts, continuations, taps, cost)
+
+
+def _load_imported(folder: Path, dtype: torch.dtype, root: Path | None, manifest: Manifest) -> TargetReference:
+    """The plain module with the bundle's weights; that they are the checkpoint's is what the import has to see to."""
+    assert root is not None
+    reference = TargetReference.hollow(
+        read_target_config(with_imported_weights(find_checkpoint(str(folder), role="target"))), dtype
+    )
+    put_all_weights(reference.model, root, manifest)
+    return reference
 
 
 def _limits(manifest: Manifest) -> tuple[int, int]:

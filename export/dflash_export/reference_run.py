@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from dflash_export.hollow_model import decoder_layers
@@ -62,6 +62,16 @@ class TargetReference:
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, attn_implementation="eager", trust_remote_code=False, local_files_only=True
             )
+        model.eval()
+        freeze_rope(model)
+        return cls(model)
+
+    @classmethod
+    def hollow(cls, config: PreTrainedConfig, dtype: torch.dtype) -> TargetReference:
+        """The same module with arbitrary weights, to be filled by the caller."""
+        config = type(config).from_dict(config.to_dict())
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
         model.eval()
         freeze_rope(model)
         return cls(model)

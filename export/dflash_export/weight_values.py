@@ -20,9 +20,10 @@ from dflash_runtime.bundle import Manifest, WeightEntry
 
 
 def weights_as_float32(root: Path, manifest: Manifest, model: ir.Model) -> dict[str, npt.NDArray[Any]]:
-    """fp32 copies of the weights a graph uses, by initializer name."""
+    """fp32 copies of the float weights a graph reads from the bundle's files, by initializer name."""
     weights = {name: entry for name, entry in manifest.weights.items() if entry.dtype in TORCH_DTYPES}
-    used = [name for name in model.graph.initializers if name in weights]
+    stored = [n for n, v in model.graph.initializers.items() if isinstance(v.const_value, ir.ExternalTensor)]
+    used = [name for name in stored if name in weights]
     return {name: read_converted(place_of(root, manifest.weights[name]), torch.float32).numpy() for name in used}
 
 

@@ -1,0 +1,101 @@
+"""compressed-tensors: `pack-quantized` (int4 and int8 in int32 words) and `int-quantized` (int8)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dflash_export.quantized_formats.imported_place import Array, as_floats, imported_place, mapped, unpack
+from dflash_export.tensor_files import TensorPlace
+from dflash_runtime.errors import CheckpointError
+
+ORIGIN = "compressed-tensors"
+_PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+
+
+def read_places(config: dict[str, Any], places: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
+    """See `read_quantized_places`.
+
+    Raises:
+        CheckpointError: activations or caches are quantised too, columns are reordered, or another format.
+    """
+    _refuse_more_than_weights(config)
+    found = dict(places)
+    for name in places:
+        module, _, part = name.rpartition(".")
+        packed = part == "weight_packed"
+        if not packed and not (part == "weight" and places[name].dtype == "I8"):
+            continue
+        own = {key: found.pop(f"{module}.{key}") for key in (*_PARTS, "weight") if f"{module}.{key}" in found}
+        _refuse_reordered(module, own)
+        args = _arguments(config, module)
+        read = _packed if packed else _plain
+        found[f"{module}.weight"] = read(module, own, int(args["num_bits"]))
+    return found
+
+
+def _packed(module: str, own: dict[str, TensorPlace], bits: int) -> TensorPlace:
+    words, scale = own["weight_packed"], own["weight_scale"]
+    if bits not in (4, 8):
+        raise CheckpointError(f"{module} is packed in {bits} bits; 4 and 8 are taken.")
+    rows, columns = words.shape[0], words.shape[1] * 32 // bits
+    points, per_word = own.get("weight_zero_point"), 32 // bits
+
+    def read(start: int, stop: int) -> tuple[Array, Tensor, Array | None]:
+        values = unpack(mapped(words)[start:stop], bits, 1)
+        scales = as_floats(mapped(scale)[start:stop], scale.dtype)
+        if points is None:
+            return values, scales, None
+        zeros = unpack(mapped(points)[start // per_word : -(-stop // per_word)], bits, 0)
+        return values, scales, zeros[: stop - start]
+
+    group = None if scale.shape[1] == 1 else columns // scale.shape[1]
+    return imported_place(
+        words, (rows, columns), bits, group, points is None, scale.dtype, ORIGIN, read, row_step=per_word
+    )
+
+
+def _plain(module: str, own: dict[str, TensorPlace], bits: int) -> TensorPlace:
+    values, scale = own["weight"], own["weight_scale"]
+    rows, columns = values.shape
+    if bits != 8 or "weight_zero_point" in own or scale.shape not in ((rows, 1), (rows,)):
+        raise CheckpointError(
+            f"{module} is int-quantized with {bits} bits and scales of shape {list(scale.shape)}; int8 with one scale "
+            "a channel and no zero point is taken."
+        )
+
+    def read(start: int, stop: int) -> tuple[Array, Tensor, Array | None]:
+        stored = mapped(values)[start:stop].view(np.uint8) ^ np.uint8(0x80)
+        return stored, as_floats(mapped(scale)[start:stop], scale.dtype).reshape(-1, 1), None
+
+    return imported_place(values, (rows, columns), 8, None, True, scale.dtype, ORIGIN, read)
+
+
+def _refuse_more_than_weights(config: dict[str, Any]) -> None:
+    if config.get("kv_cache_scheme"):
+        raise CheckpointError("the checkpoint quantises its KV cache too, which is not taken; only weights are.")
+    for group in config.get("config_groups", {}).values():
+        if group.get("input_activations") or group.get("output_activations"):
+            raise CheckpointError(
+                "the checkpoint quantises activations too (W8A8 or the like), which is not taken; give one that "
+                "quantises weights alone (W4A16, W8A16)."
+            )
+
+
+def _refuse_reordered(module: str, own: dict[str, TensorPlace]) -> None:
+    order = own.get("weight_g_idx")
+    if order is not None and np.any(np.diff(mapped(order).astype(np.int64)) < 0):
+        raise CheckpointError(f"{module} is quantised with act-order (weight_g_idx), which has no kernels here.")
+
+
+def _arguments(config: dict[str, Any], module: str) -> dict[str, Any]:
+    """What the config says of a module's weights; one group of modules is the rule."""
+    found = [group["weights"] for group in config.get("config_groups", {}).values() if group.get("weights")]
+    if not found or any(one.get("num_bits") != found[0].get("num_bits") for one in found):
+        raise CheckpointError(f"{module}: config.json has {len(found)} kinds of quantised weights; one width is taken.")
+    if found[0].get("type", "int") != "int":
+        raise CheckpointError(f"{module} holds {found[0]['type']} weights (compressed-tensors); int4 and int8 are taken.")
+    return dict(found[0])

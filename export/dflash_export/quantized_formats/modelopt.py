@@ -1,0 +1,52 @@
+"""ModelOpt's Hugging Face export: int4 in groups, two outputs in a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dflash_export.quantized_formats.imported_place import Array, as_floats, imported_place, mapped
+from dflash_export.tensor_files import TensorPlace
+from dflash_runtime.errors import CheckpointError
+
+ORIGIN = "ModelOpt"
+_ALGORITHMS = ("W4A16_AWQ", "W4A16", "INT4_AWQ")
+
+
+def read_places(config: dict[str, Any], places: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
+    """See `read_quantized_places`.
+
+    Raises:
+        CheckpointError: another algorithm, or inputs that are scaled before the product.
+    """
+    algorithm = str(config.get("quant_algo", config.get("quantization", {}).get("quant_algo", "unknown")))
+    if algorithm.upper() not in _ALGORITHMS:
+        raise CheckpointError(f"ModelOpt's {algorithm} is not taken; {', '.join(_ALGORITHMS)} are (int4 weights).")
+    scaled = sorted(name for name in places if name.endswith("pre_quant_scale"))
+    if scaled:
+        raise CheckpointError(
+            f"{len(scaled)} modules scale their inputs before the product ({', '.join(scaled[:3])}), which is not "
+            "taken. Export the checkpoint with pre_quant_scale folded into the layer before."
+        )
+    found = dict(places)
+    for name, place in places.items():
+        module, _, part = name.rpartition(".")
+        if part == "weight" and place.dtype == "U8" and f"{module}.weight_scale" in found:
+            found[name] = _place(place, found.pop(f"{module}.weight_scale"))
+            found.pop(f"{module}.input_scale", None)
+    return found
+
+
+def _place(pairs: TensorPlace, scale: TensorPlace) -> TensorPlace:
+    rows, columns = pairs.shape[0] * 2, pairs.shape[1]
+
+    def read(start: int, stop: int) -> tuple[Array, Tensor, Array | None]:
+        stored = mapped(pairs)[start // 2 : stop // 2]
+        values = np.stack([stored & 15, stored >> 4], axis=1).reshape(-1, columns) ^ np.uint8(8)
+        return values, as_floats(mapped(scale)[start:stop], scale.dtype), None
+
+    group = columns // scale.shape[1]
+    return imported_place(pairs, (rows, columns), 4, group, True, scale.dtype, ORIGIN, read, row_step=2)
