@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dflash_export.quantized_places import float_rows
+from dflash_export.quantized_places import ROUND_TO_NEAREST, float_rows
 from dflash_export.tensor_files import TensorPlace, stored_bytes
 from dflash_export.weight_values import read_weight
 from dflash_runtime.bundle import CheckRow, Manifest, WeightEntry
@@ -129,7 +129,11 @@ def check_rounding(root: Path, manifest: Manifest, places: Mapping[str, TensorPl
         A row for each number of bits; none where nothing was rounded here.
     """
     worst: dict[int, float] = {}
-    rounded = {name: facts for name, facts in manifest.quantized.items() if name in places}
+    rounded = {
+        name: facts
+        for name, facts in manifest.quantized.items()
+        if name in places and facts.origin == ROUND_TO_NEAREST
+    }
     for name, facts in rounded.items():
         for first, rows in _numbered(float_rows(places[name])):
             part = slice(first, first + len(rows))

@@ -97,5 +97,5 @@ def _arguments(config: dict[str, Any], module: str) -> dict[str, Any]:
     if not found or any(one.get("num_bits") != found[0].get("num_bits") for one in found):
         raise CheckpointError(f"{module}: config.json has {len(found)} kinds of quantised weights; one width is taken.")
     if found[0].get("type", "int") != "int":
-        raise CheckpointError(f"{module} holds {found[0]['type']} weights (compressed-tensors); int4 and int8 are taken.")
+        raise CheckpointError(f"{module} holds {found[0]['type']} weights; int4 and int8 of this format are taken.")
     return dict(found[0])
