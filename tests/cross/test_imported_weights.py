@@ -140,3 +140,85 @@ def test_awq(tmp_path: Path) -> None:
     edit_json(tmp_path / "t" / "config.json", quantization_config={**config, "version": "gemv"})
     with pytest.raises(CheckpointError, match="layout 'gemv' are not taken"):
         build(BuildOptions(str(tmp_path / "t")), tmp_path / "b", "none", quiet)
+
+
+def quantise_with_gptqmodel(bits: int, order: Tensor | None, first_version: bool) -> Quantise:
+    kernels = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch")
+    from gptqmodel.quantization import QuantizeConfig
+    from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
+
+    largest, middle = 2**bits - 1, 2 ** (bits - 1)
+
+    def quantise(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        rows, columns = weight.shape
+        g_idx = torch.arange(columns) // GROUP if order is None else (order[:columns] % (columns // GROUP))
+        linear = nn.Linear(columns, rows, bias=False)
+        linear.weight.data = weight.float()
+        scales = torch.stack([weight.float()[:, g_idx == g].abs().amax(-1) for g in range(columns // GROUP)], dim=1)
+        scales = (scales / (middle - 1)).half().float()
+        packed = kernels.TorchLinear(bits, GROUP, True, False, columns, rows, False)
+        packed.pack_original(linear, scales, torch.full_like(scales, middle), g_idx.to(torch.int32))
+        meant = (weight.float() / scales[:, g_idx]).round().clamp(-middle, largest - middle) * scales[:, g_idx]
+        if first_version:
+            convert_gptq_v2_to_v1_format_module(packed, QuantizeConfig(bits=bits, group_size=GROUP))
+        return {name: getattr(packed, name) for name in ("qweight", "qzeros", "scales", "g_idx")}, meant
+
+    return quantise
+
+
+@pytest.mark.parametrize(("bits", "version"), [(4, "gptq"), (4, "gptq_v2"), (8, "gptq_v2")])
+def test_gptq(tmp_path: Path, bits: int, version: str) -> None:
+    config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": True, "checkpoint_format": version}
+    quantise = quantise_with_gptqmodel(bits, None, version == "gptq")
+    meant = write_quantized(tmp_path / "t", config, quantise, torch.float16)
+    bundle = build_and_compare(tmp_path / "t", meant, "fp32", "GPTQ")
+    assert all(facts.zero_points is None for facts in bundle.manifest.quantized.values())
+
+
+def test_gptq_with_act_order_is_refused_by_name(tmp_path: Path) -> None:
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(1))
+    config = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "checkpoint_format": "gptq_v2"}
+    write_quantized(tmp_path / "t", config, quantise_with_gptqmodel(4, order, False), torch.float16)
+    with pytest.raises(CheckpointError, match=r"_proj is quantised with act-order \(desc_act.*desc_act false"):
+        build(BuildOptions(str(tmp_path / "t")), tmp_path / "b", "none", quiet)
+
+
+def test_modelopt(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("modelopt.torch.quantization")
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    write_target(tmp_path / "t", "llama", dtype=torch.bfloat16, hidden_size=256, intermediate_size=256, head_dim=64)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "t", dtype=torch.bfloat16)
+    model = quantization.quantize(model, quantization.INT4_BLOCKWISE_WEIGHT_ONLY_CFG, lambda one: None)
+    with torch.no_grad():
+        meant = {
+            f"{name}.weight": module.weight_quantizer(module.weight.float())
+            for name, module in model.named_modules()
+            if name.endswith("_proj")
+        }
+    export_hf_checkpoint(model, export_dir=tmp_path / "q")
+    bundle = BuildOptions(str(tmp_path / "q"), precision="fp32")
+    build(bundle, tmp_path / "bundle", "ort-cpu", quiet)
+    mapped = MappedWeights(Bundle.open(tmp_path / "bundle"))
+    for name, expected in meant.items():
+        found = torch.from_numpy(mapped.dequantized(name))
+        # The library fakes quantisation in fp32 and rounds what it writes from bf16: ties may fall to the other side.
+        apart = (found - expected).abs() > 1e-2 * expected.abs() + 1e-4
+        assert apart.float().mean() < 1e-3, name
+
+
+def test_other_formats_are_refused_by_name(tmp_path: Path) -> None:
+    write_target(tmp_path / "t", "llama")
+    for config, message in (
+        ({"quant_method": "bitsandbytes"}, r"quantised \(bitsandbytes\); taken as they are: awq, compressed-tensors"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt's NVFP4 is not taken"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ weights of 3 bits"),
+        ({"quant_method": "gptq", "bits": 4}, "holds no weight of that format"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"input_activations": {"num_bits": 8}}}},
+         "quantises activations too"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "quantises its KV cache too"),
+    ):  # fmt: skip
+        edit_json(tmp_path / "t" / "config.json", quantization_config=config)
+        with pytest.raises(CheckpointError, match=message):
+            build(BuildOptions(str(tmp_path / "t")), tmp_path / "b", "none", quiet)
