@@ -88,8 +88,7 @@ class DrafterGate:
         """
         taps = self._taps(taps)
         dtype = TORCH_DTYPES[PRECISIONS[self.manifest.precision]]
-        exact_drafter = self._drafter(dtype).float()
-        self._put_dequantized(exact_drafter, torch.float32)
+        exact_drafter = self.exact_drafter()
         expected = self._reference(exact_drafter, taps)
         worst = self._compare(expected, taps, half=False)
         covered = "rounds (context rows, block): " + ", ".join(f"({r.rows}, {r.block_size})" for r in self.rounds)
@@ -125,6 +124,12 @@ class DrafterGate:
             rows = drafter.get_parameter(name)[self.token_rows]
             set_parameter(drafter, name, torch.nn.Parameter(rows, requires_grad=False))
         self._put_dequantized(drafter, dtype)
+        return drafter
+
+    def exact_drafter(self) -> Drafter:
+        """The module in fp32, with the weights as the bundle rounds them."""
+        drafter = self._drafter(TORCH_DTYPES[PRECISIONS[self.manifest.precision]]).float()
+        self._put_dequantized(drafter, torch.float32)
         return drafter
 
     def _put_dequantized(self, drafter: Drafter, dtype: torch.dtype) -> None:

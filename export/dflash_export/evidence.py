@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dflash_export.checkpoint import find_checkpoint, read_target_config, with_imported_weights
 from dflash_export.dequantized_weights import put_all_weights, put_dequantized
-from dflash_export.quality import Logits, Perplexity, perplexity, text_windows
+from dflash_export.quality import perplexity, text_windows
 from dflash_export.quantized_places import ROUND_TO_NEAREST
 from dflash_export.reference_run import Array, Step, StepOutputs, TargetReference
+from dflash_export.text_run import TextRun, logits_of, run_texts
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
 from dflash_runtime.bundle import Manifest
 
@@ -22,6 +23,27 @@ GREEDY_TOKENS = 24
 RUN_WINDOW_TOKENS = 512
 """Attention windows up to this width are crossed by running that many tokens."""
 _SEED = 20602
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """What a user notices of a target, in PyTorch and fp32."""
+
+    perplexity: float | None
+    """On the fixed text; None without a tokenizer for it."""
+    texts: TextRun
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedQuality:
+    """A target before and after quantisation."""
+
+    window_tokens: int
+    """Tokens of the fixed text."""
+    original: Quality
+    quantized: Quality
+    original_tables: tuple[Tensor, Tensor]
+    """Embedding and head, which a drafter borrows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +60,8 @@ class TargetEvidence:
     """fp32 greedy continuation of each prompt."""
     text_taps: Array
     """[rows, K*H] taps of the first prompt with its continuation: a real context for the drafter."""
-    perplexity: Perplexity | None = None
-    """What quantisation costs; None where nothing is quantised or there is no tokenizer."""
+    quantized: QuantizedQuality | None = None
+    """Beside the original; None where nothing is quantised here."""
 
     def taps(self, outputs: StepOutputs, layer_ids: list[int]) -> Array:
         """Taps [S, K*H] of one call."""
@@ -75,8 +97,9 @@ def gather_target_evidence(
     steps = plan_steps(manifest.target.vocab_size, windows, manifest.max_context_tokens)
     dtype = TORCH_DTYPES[PRECISIONS[manifest.precision]]
     imported = root is not None and any(facts.origin != ROUND_TO_NEAREST for facts in manifest.quantized.values())
-    text = [] if root is None or imported else text_windows(root / "tokenizer" / "tokenizer.json", *_limits(manifest))
-    original = perplexity(text, _logits(TargetReference.load(folder, torch.float32))) if text else None
+    quality, original = None, None
+    if root is not None and not imported:
+        original = _Original.measure(folder, manifest, prompts, root)
     reference = _load_imported(folder, dtype, root, manifest) if imported else TargetReference.load(folder, dtype)
     rounded = None
     if dtype is not torch.float32:
@@ -85,11 +108,10 @@ def gather_target_evidence(
         rounded = [reference.run(step) for step in steps]
         reference.model.float()
         reference.reset()
-    cost = None
     if root is not None:
         put_dequantized(reference.model, root, manifest, torch.float32)
     if original is not None:
-        cost = Perplexity(sum(len(w) for w in text), original, perplexity(text, _logits(reference)))
+        quality = original.beside(_measure(reference, manifest, prompts, original.windows))
         reference.reset()
     exact = [reference.run(step) for step in steps]
     room = max(1, min(GREEDY_TOKENS, manifest.max_context_tokens - max(len(p) for p in prompts)))
@@ -97,7 +119,35 @@ def gather_target_evidence(
     reference.reset()
     said = reference.run(Step(0, (prompts[0] + continuations[0])[: manifest.max_context_tokens]))
     taps = np.concatenate([said.hidden[i] for i in manifest.taps.layer_ids], axis=-1)
-    return TargetEvidence(steps, exact, rounded, prompts, continuations, taps, cost)
+    return TargetEvidence(steps, exact, rounded, prompts, continuations, taps, quality)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Original:
+    windows: list[list[int]]
+    quality: Quality
+    tables: tuple[Tensor, Tensor]
+
+    @classmethod
+    def measure(cls, folder: Path, manifest: Manifest, prompts: list[list[int]], root: Path) -> _Original:
+        """Runs the checkpoint as it is."""
+        target, reference = manifest.target, TargetReference.load(folder, torch.float32)
+        file = root / "tokenizer" / "tokenizer.json"
+        windows = text_windows(file, target.vocab_size, manifest.max_context_tokens)
+        weights = dict(reference.model.named_parameters())
+        tables = weights[target.embedding_weight].detach(), weights[target.head_weight].detach()
+        return cls(windows, _measure(reference, manifest, prompts, windows), tables)
+
+    def beside(self, quantized: Quality) -> QuantizedQuality:
+        """With what was measured of the quantised weights."""
+        return QuantizedQuality(sum(len(w) for w in self.windows), self.quality, quantized, self.tables)
+
+
+def _measure(
+    reference: TargetReference, manifest: Manifest, prompts: list[list[int]], windows: list[list[int]]
+) -> Quality:
+    found = perplexity(windows, logits_of(reference)) if windows else None
+    return Quality(found, run_texts(reference, prompts, manifest.taps.layer_ids, manifest.max_context_tokens))
 
 
 def _load_imported(folder: Path, dtype: torch.dtype, root: Path | None, manifest: Manifest) -> TargetReference:
@@ -108,19 +158,6 @@ def _load_imported(folder: Path, dtype: torch.dtype, root: Path | None, manifest
     )
     put_all_weights(reference.model, root, manifest)
     return reference
-
-
-def _limits(manifest: Manifest) -> tuple[int, int]:
-    return manifest.target.vocab_size, manifest.max_context_tokens
-
-
-def _logits(reference: TargetReference) -> Logits:
-    def run(ids: Sequence[int], position: int) -> Array:
-        if position == 0:
-            reference.reset()
-        return reference.run(Step(position, list(ids))).logits
-
-    return run
 
 
 def gate_prompts(tokenizer_file: Path, vocab_size: int) -> list[list[int]]:

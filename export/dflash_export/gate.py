@@ -10,11 +10,21 @@ import torch
 
 from dflash_export.build_plan import BuildPlan
 from dflash_export.dequantized_weights import check_rounding, dequantized_places
+from dflash_export.drafter import Drafter
+from dflash_export.drafter_build import DrafterPlan
 from dflash_export.drafter_gate import DrafterGate
-from dflash_export.evidence import RUN_WINDOW_TOKENS, TargetEvidence, gate_prompts, gather_target_evidence
+from dflash_export.drafter_weights import load_drafter
+from dflash_export.evidence import (
+    RUN_WINDOW_TOKENS,
+    QuantizedQuality,
+    TargetEvidence,
+    gate_prompts,
+    gather_target_evidence,
+)
 from dflash_export.layer_gate import LayerGate
 from dflash_export.parity import PrecisionPasses, check_target
-from dflash_export.quality import perplexity_row
+from dflash_export.quality import acceptance_row, perplexity_row
+from dflash_export.text_run import acceptance_length
 from dflash_export.weight_store import Progress
 from dflash_export.window_gate import check_windows
 from dflash_runtime.bundle import CheckRow, Manifest
@@ -59,8 +69,7 @@ def check_portable(
         evidence = gather_target_evidence(plan.target.checkpoint.folder, manifest, prompts, quantized_root)
         progress("check target", 1, 2)
         rows = check_target(root, manifest, evidence, passes)
-        if (cost := evidence.perplexity) is not None:
-            rows.append(perplexity_row("perplexity", cost.original, cost.quantized, cost.tokens, "quantised"))
+        rows += _perplexity_rows(evidence.quantized)
         progress("check target", 2, 2)
     else:
         rows = LayerGate(root, manifest, plan.target.config, plan.target.places, passes).check(progress)
@@ -71,7 +80,30 @@ def check_portable(
     if plan.drafter is not None:
         progress("check drafter", 0, 1)
         taps = torch.from_numpy(evidence.text_taps)[None] if evidence is not None else None
-        rows += DrafterGate(root, manifest, plan.drafter, passes, whole_tables=evidence is not None).check(taps)
+        gate = DrafterGate(root, manifest, plan.drafter, passes, whole_tables=evidence is not None)
+        rows += gate.check(taps)
+        if evidence is not None and evidence.quantized is not None:
+            rows.append(_acceptance_row(plan.drafter, gate.exact_drafter(), evidence.quantized))
         rows += check_rounding(root, manifest, plan.drafter.weights.bundle_places, "drafter")
         progress("check drafter", 1, 1)
     return rows, evidence
+
+
+def _perplexity_rows(quality: QuantizedQuality | None) -> list[CheckRow]:
+    if quality is None or quality.original.perplexity is None or quality.quantized.perplexity is None:
+        return []
+    values = quality.original.perplexity, quality.quantized.perplexity
+    return [perplexity_row("perplexity", *values, quality.window_tokens, "quantised")]
+
+
+def _acceptance_row(plan: DrafterPlan, quantized: Drafter, quality: QuantizedQuality) -> CheckRow:
+    """Both pairs in PyTorch: each drafter on its own target's texts."""
+    original = load_drafter(plan.config, plan.weights, *quality.original_tables, torch.float32)
+    size, mask = plan.config.block_size, plan.config.mask_token_id
+    lengths = [
+        acceptance_length(drafter, texts, size, mask)
+        for drafter, texts in ((original, quality.original.texts), (quantized, quality.quantized.texts))
+    ]
+    texts = quality.original.texts
+    count = sum(len(ids) for ids in texts.ids) - sum(texts.prompt_tokens)
+    return acceptance_row(size, lengths[0], lengths[1], f"{count} greedy tokens after {len(texts.ids)} prompts")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,21 +14,13 @@ from dflash_runtime.bundle import CheckRow
 TEXT_FILE = Path(__file__).parent / "shipped" / "perplexity.txt"
 """Prose, facts, questions and answers, and code; written for this purpose."""
 WINDOW_TOKENS = 512
-PERPLEXITY_LIMIT = 2.0
-"""A build whose quantised model has more than this many times the original's perplexity is refused."""
+QUALITY_LIMIT = 2.0
+"""A build is refused whose quantised model has more than this many times the original's perplexity, or accepts less
+than the original's tokens a round by this factor."""
 _ROWS = 64
 
 Logits = Callable[[Sequence[int], int], npt.NDArray[np.float32]]
 """Token ids and the position of the first -> logits [n, V]; position 0 begins anew."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Perplexity:
-    """Perplexity on the fixed text, of the original and of the quantised weights, both in PyTorch and fp32."""
-
-    tokens: int
-    original: float
-    quantized: float
 
 
 def text_windows(tokenizer_file: Path, vocab_size: int, max_context_tokens: int) -> list[list[int]]:
@@ -69,4 +60,12 @@ def perplexity_row(tensor: str, original: float, found: float, tokens: int, whos
     """One line of the table: how many times the original's perplexity, and both numbers in words."""
     ratio = found / original
     words = f"{tokens} tokens of a fixed text: {original:.2f} of the original, {found:.2f} {whose}"
-    return CheckRow("quality", tensor, ratio, PERPLEXITY_LIMIT, ratio <= PERPLEXITY_LIMIT, words)
+    return CheckRow("quality", tensor, ratio, QUALITY_LIMIT, ratio <= QUALITY_LIMIT, words)
+
+
+def acceptance_row(block_size: int, original: float, found: float, texts: str) -> CheckRow:
+    """One line of the table: how many times the quantised pair's tokens a round the original commits."""
+    ratio = original / found
+    words = f"{texts}: {original:.2f} tokens a round of the original, {found:.2f} quantised"
+    tensor = f"acceptance length, block {block_size}"
+    return CheckRow("quality", tensor, ratio, QUALITY_LIMIT, ratio <= QUALITY_LIMIT, words)

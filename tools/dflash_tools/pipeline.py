@@ -73,8 +73,9 @@ def build(
                 progress("check lowered", 0, 1)
                 rows += check_lowered(Bundle.open(root, check_files=False), backend)
                 require_passed(rows)
-                if (cost := evidence.perplexity) is not None:
-                    rows.append(check_perplexity(Bundle.open(root, check_files=False), backend, cost.original))
+                quality = evidence.quantized
+                if quality is not None and (original := quality.original.perplexity) is not None:
+                    rows.append(check_perplexity(Bundle.open(root, check_files=False), backend, original))
                 texts = evidence.prompts, evidence.continuations
                 # Rounded activations may say another token than PyTorch; every way of decoding must say the same.
                 texts = _plain_texts(root, manifest, backend) if manifest.quantized else texts
