@@ -9,7 +9,6 @@ from dflash_runtime.bundle import Bundle, StateTensor
 from dflash_tools.plan_formulas import ITEM_BYTES, capacity_tokens
 
 _FLOATS = {"F32", "F16", "BF16"}
-_OTHER_BYTES = {"I64": 8, "F64": 8, "I32": 4, "I16": 2, "U16": 2}
 """Of a dtype that is not widened; the rest take one byte."""
 
 
@@ -27,7 +26,7 @@ def session_memory(bundle: Bundle, precision: str) -> SessionMemory:
     """Bytes of weights and caches in the precision the engine executes in."""
     manifest, item = bundle.manifest, ITEM_BYTES[precision]
     weights = sum(
-        math.prod(entry.shape) * (item if entry.dtype in _FLOATS else _OTHER_BYTES.get(entry.dtype, 1))
+        math.prod(entry.shape) * item if entry.dtype in _FLOATS else entry.length_bytes
         for entry in manifest.weights.values()
     )
     capacity = capacity_tokens(manifest.max_context_tokens, manifest.block_sizes)

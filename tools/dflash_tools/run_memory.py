@@ -16,7 +16,7 @@ from dflash_tools.sizes import bytes_text
 
 PROMPT = "Why is the sky blue? Answer in three sentences."
 EXECUTED_ITEM_BYTES = 4
-"""ort-cpu executes in fp32."""
+"""ort-cpu executes in fp32; values of quantised weights stay as they are."""
 
 
 @click.command(cls=DFlashCommand)
@@ -31,7 +31,10 @@ def main(bundle: Path, threads: int | None, tokens: int, as_json: bool) -> None:
         for plain in (True, False):
             session.generate(PROMPT, GenerationConfig(max_new_tokens=tokens, plain=plain))
         resident = resident_bytes()
-    weights = sum(math.prod(entry.shape) * EXECUTED_ITEM_BYTES for entry in manifest.weights.values())
+    weights = sum(
+        entry.length_bytes if entry.dtype in ("U4", "U8") else math.prod(entry.shape) * EXECUTED_ITEM_BYTES
+        for entry in manifest.weights.values()
+    )
     facts = {
         "weight_bytes": weights,
         "resident_bytes": resident,
