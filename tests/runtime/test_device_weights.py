@@ -108,3 +108,20 @@ def test_a_planted_fault_shows(tiny: Path, tmp_path: Path, monkeypatch: pytest.M
     bundle, device = with_weights(tiny, tmp_path, {"w": array}), RecordingDevice()
     places = upload_weights(device, bundle, [BoundWeight("w", "w", "F32")])
     assert on_device(device, places["w", "F32"], "F32", array.shape).tobytes() != array.tobytes()
+
+
+def test_int8_weights_are_turned_and_signed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns become rows and 128 zero, however small the pieces are."""
+    monkeypatch.setattr(device_weights, "_STAGING_BYTES", 100)
+    stored = np.random.default_rng(1).integers(0, 256, (33, 7)).astype(np.uint8)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "w.safetensors").write_bytes(b"head" + stored.tobytes())
+    entry = WeightEntry("weights/w.safetensors", 4, stored.nbytes, "U8", [33, 7])
+    manifest = dataclasses.replace(Bundle.open(tiny, check_files=False).manifest, weights={"w": entry})
+    device = RecordingDevice()
+    places = upload_weights(device, Bundle(tmp_path, manifest), [BoundWeight("w", "w", "I8T")])
+    device.finish()
+    found = device.view(*places["w", "I8T"]).view(np.int8).reshape(7, 33)
+    assert np.array_equal(found, (stored.astype(np.int16) - 128).T)
+    with pytest.raises(EngineError, match="the bundle has it as U8"):
+        upload_weights(device, Bundle(tmp_path, manifest), [BoundWeight("w", "w", "BF16")])
