@@ -10,7 +10,7 @@ from typing import Any
 from dflash_export.checkpoint import Checkpoint, find_checkpoint
 from dflash_export.drafter_config import DrafterConfig, read_drafter_config
 from dflash_export.drafter_trace import DrafterTables, trace_context, trace_drafter
-from dflash_export.drafter_weights import DrafterWeights, match_drafter_weights
+from dflash_export.drafter_weights import DrafterWeights, borrow_equal_tables, match_drafter_weights
 from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import write_graph
 from dflash_export.pair_check import config_findings, embedding_scale
@@ -40,7 +40,9 @@ class DrafterPlan:
     def notes(self) -> list[str]:
         """What the user should know of drafter and pair, warnings marked as such."""
         said = [f"warning: {one.sentence()}" if one.severity == WARNING else one.sentence() for one in self.findings]
-        return [*self.config.notes, *said]
+        left = ", ".join(self.weights.ignored)
+        ignored = [f"not taken from the drafter, as training's or the target's own: {left}"] if left else []
+        return [*self.config.notes, *ignored, *said]
 
     @property
     def num_parameters(self) -> int:
@@ -84,7 +86,8 @@ def plan_drafter(
         target, config, checkpoint.folder, checkpoint.source.id, template_args or {}, weights.target_ids
     )
     require_fit(findings)
-    scale = config.input_embedding_scale * embedding_scale(target)
+    weights = borrow_equal_tables(weights, target.embedding, target.head)
+    scale = config.input_embedding_scale * embedding_scale(target, config)
     return DrafterPlan(checkpoint, dataclasses.replace(config, input_embedding_scale=scale), weights, tuple(findings))
 
 

@@ -204,6 +204,32 @@ def test_a_smaller_head_without_its_own_rows_is_not_replaced_by_the_targets(
         change("speculators-reduced", {"lm_head.weight": None})
 
 
+def test_copies_of_the_targets_tables_are_borrowed(tmp_path: Path) -> None:
+    """Older versions of speculators store embedding and head with the drafter; a bundle holds each once."""
+    write_target(tmp_path / "target", "qwen3", **TARGET)
+    tables = load_file(tmp_path / "target" / "model.safetensors")
+    shutil.copytree(FORMATS / "speculators", tmp_path / "drafter")
+    own = load_file(tmp_path / "drafter" / "model.safetensors")
+    other = tables["lm_head.weight"].clone()
+    other[100, 3] += 1
+    embedding = {"embed_tokens.weight": tables["model.embed_tokens.weight"]}
+    for head, borrowed in ((tables["lm_head.weight"], True), (other, False)):
+        file = tmp_path / "drafter" / "model.safetensors"
+        save_file(
+            {
+                **own,
+                **embedding,
+                "lm_head.weight": head.contiguous(),
+                "verifier_norm.weight": own["norm.weight"].clone(),
+            },
+            file,
+        )
+        plan = plan_build(BuildOptions(str(tmp_path / "target"), str(tmp_path / "drafter"))).drafter
+        assert plan is not None
+        assert plan.weights.table_names("e", "h") == ("e", "h" if borrowed else "drafter.lm_head.weight")
+        assert any("verifier_norm.weight, embed_tokens.weight" in note for note in plan.notes)
+
+
 def test_dflash2_under_the_plain_name_is_still_dflash2(change: Callable[..., DrafterConfig]) -> None:
     """Re-saving tools wrote the plain architecture over it; its selector must not be skipped."""
     assert change("speculators-dflash2").dflash2 is not None
