@@ -64,6 +64,22 @@ def find_checkpoint(
     return _open(path, repo.split("/")[1], "hub", repo, revision, with_weights=with_weights)
 
 
+def with_weights(checkpoint: Checkpoint, *, local_files_only: bool = False) -> Checkpoint:
+    """The same checkpoint, of the same commit, with its weights.
+
+    Args:
+        checkpoint: Found without them.
+        local_files_only: Use the hub cache alone.
+
+    Raises:
+        CheckpointError: they are missing or damaged, or the hub refuses.
+    """
+    source, folder = checkpoint.source, checkpoint.folder
+    if source.kind == "hub":
+        folder, _ = download(source.id, source.revision, local_files_only=local_files_only)
+    return dataclasses.replace(checkpoint, folder=folder, places=read_tensor_places(folder))
+
+
 def _of_catalog(reference: str, role: str) -> str:
     """What a catalog name stands for, its revision after `@`; anything else is taken as it is."""
     refused = NOT_SERVED.get(reference.lower())
@@ -87,7 +103,9 @@ def _open(
     if not config.is_file():
         raise CheckpointError(f"{folder} has no config.json; it is not a Hugging Face checkpoint folder.")
     digest = hashlib.sha256(config.read_bytes()).hexdigest()
-    places = read_tensor_places(folder) if with_weights or any(folder.glob("*.safetensors*")) else {}
+    # A hub's folder may hold the index of shards that were not fetched.
+    at_hand = kind != "hub" and any(folder.glob("*.safetensors"))
+    places = read_tensor_places(folder) if with_weights or at_hand else {}
     return Checkpoint(folder, name, SourceFacts(kind, identity, revision, digest), places)
 
 

@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 from tiny_models import write_drafter, write_target
+from transformers import Qwen3NextConfig
 
 from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.catalog import CATALOG, NOT_SERVED, CatalogEntry
@@ -66,6 +67,35 @@ def test_an_interrupted_download_is_not_taken_for_a_checkpoint(cache: Path) -> N
     with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors file"):
         find(REPO)
     assert find(REPO, with_weights=False) == (NEW, NEW)
+
+
+def test_wrong_kinds_are_refused_before_their_weights_are_fetched(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target of gigabytes with layers that cannot be rolled back, and a drafter with extra heads."""
+    fetched = []
+    real = huggingface_hub.snapshot_download
+
+    def watched(repo: str, **asked: Any) -> str:
+        fetched.append((repo, "*.safetensors" in asked["allow_patterns"]))
+        return str(real(repo, **asked))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", watched)
+    options = {"local_files_only": True}
+    write_drafter(cache / "models--x--domino" / "snapshots" / OLD, dflash_config={"projector_type": "domino"})
+    with pytest.raises(UnsupportedModelError, match="domino"):
+        plan_build(BuildOptions(REPO, f"x/domino@{OLD}", **options))  # type: ignore[arg-type]
+    assert ("x/domino", True) not in fetched and (REPO, True) in fetched
+    config = cache / "models--somebody--tiny" / "snapshots" / NEW / "config.json"
+    Qwen3NextConfig(num_hidden_layers=4, hidden_size=64, vocab_size=512).save_pretrained(config.parent)
+    (config.parent / "model.safetensors").rename(config.parent / "model-00001-of-00002.safetensors")
+    (config.parent / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'
+    )
+    fetched.clear()
+    with pytest.raises(UnsupportedModelError, match="cannot be exported: its layers of kind linear_attention"):
+        plan_build(BuildOptions(REPO, **options))  # type: ignore[arg-type]
+    assert fetched == [(REPO, False)]
 
 
 class Client:
