@@ -89,8 +89,8 @@ def build_engines(bundle: Bundle, options: EngineOptions, progress: Progress | N
     engines: list[GraphEngine] = []
     seconds = 0.0
     with partial_folder(folder.parent) as partial:
-        for kind, file in plan.graphs.items():
-            network, profiles = plan.network(kind, file), plan.profiles(kind)
+        for kind in plan.kinds:
+            network, profiles = plan.network(kind), plan.profiles(kind)
             key = plan.key(network, profiles)
             engine = _known(plan, kind, key, present, folder, partial / f"{kind}.engine")
             if engine is not None:

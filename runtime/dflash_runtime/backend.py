@@ -48,7 +48,8 @@ class Backend(Protocol):
         """Frees what the backend holds."""
 
 
-def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> Backend:
+def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int,
+                 cuda_graphs: bool | None = None) -> Backend:
     """Opens the backend `name` over the bundle's engines; options and errors are those of `Session.open`."""
     if name not in _BACKENDS:
         raise BackendError(f"Backend {name!r} is unknown. Available here: {', '.join(AVAILABLE)}.")
@@ -59,7 +60,7 @@ def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_t
     module, extra = _BACKENDS[name]
     try:
         opener = importlib.import_module(f"dflash_runtime.{module}")
-        backend: Backend = opener.open_backend(name, bundle, threads, prefill_chunk_tokens)
+        backend: Backend = opener.open_backend(name, bundle, threads, prefill_chunk_tokens, cuda_graphs)
     except ModuleNotFoundError as error:
         raise BackendError(f"Backend {name!r} needs {error.name}: pip install dflash-export[{extra}]") from error
     return backend

@@ -24,6 +24,7 @@ class EngineLoader(Protocol):
 
     version: str | None
     """That engines have to be made for; None where any will do."""
+    captures: bool
 
     def open(self, path: Path, profiles: Sequence[EngineProfile], stream: int) -> Engine:
         """See `Device.open_engine`."""
@@ -41,7 +42,7 @@ class CudaDevice:
     """
 
     def __init__(self, backend: str, loader: EngineLoader) -> None:
-        self._loader, self.tensorrt_version = loader, loader.version
+        self._loader, self.tensorrt_version, self.captures = loader, loader.version, loader.captures
         self._freed_by: list[Callable[[], object]] = []
         error, count = cuda.cudaGetDeviceCount()
         if error != cuda.cudaError_t.cudaSuccess or not count:
@@ -53,7 +54,7 @@ class CudaDevice:
         self.compute_capability = ".".join(str(_call("cudaDeviceGetAttribute", number, 0)) for number in numbers)
         _call("cudaSetDevice", 0)
         self._stream = _call("cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
-        self._event = _call("cudaEventCreateWithFlags", cuda.cudaEventDisableTiming)
+        self._events = [_call("cudaEventCreateWithFlags", cuda.cudaEventDisableTiming) for _ in range(2)]
 
     def open_engine(self, path: Path, profiles: Sequence[EngineProfile]) -> Engine:
         """See `Device.open_engine`."""
@@ -101,13 +102,13 @@ class CudaDevice:
         """See `Device.clear`."""
         _call("cudaMemsetAsync", buffer.address, 0, buffer.size_bytes, self._stream)
 
-    def mark(self) -> None:
+    def mark(self, place: int = 0) -> None:
         """See `Device.mark`."""
-        _call("cudaEventRecord", self._event, self._stream)
+        _call("cudaEventRecord", self._events[place], self._stream)
 
-    def wait(self) -> None:
+    def wait(self, place: int = 0) -> None:
         """See `Device.wait`."""
-        _call("cudaEventSynchronize", self._event)
+        _call("cudaEventSynchronize", self._events[place])
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """See `Device.capture`."""
@@ -126,7 +127,8 @@ class CudaDevice:
         _call("cudaStreamSynchronize", self._stream)
         while self._freed_by:
             self._freed_by.pop()()
-        _call("cudaEventDestroy", self._event)
+        for event in self._events:
+            _call("cudaEventDestroy", event)
         _call("cudaStreamDestroy", self._stream)
 
 
@@ -142,7 +144,8 @@ def _text(error: Any) -> str:
     return str(cuda.cudaGetErrorString(error)[1].decode())
 
 
-def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> DeviceBackend:
+def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int, cuda_graphs: bool | None
+                 ) -> DeviceBackend:
     """Opens `ort-cuda`, `tensorrt` or `tensorrt-rtx`; options and errors are those of `Session.open`."""
     if threads is not None:
         raise BackendError(f"threads is {threads} and backend {name!r} runs on the GPU. Leave it out.")
@@ -157,7 +160,7 @@ def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_t
         loader = TensorRTEngines(name)
     device = CudaDevice(name, loader)
     try:
-        return open_engines(name, bundle, device, prefill_chunk_tokens)
+        return open_engines(name, bundle, device, prefill_chunk_tokens, cuda_graphs=cuda_graphs)
     except BaseException:
         device.close()
         raise

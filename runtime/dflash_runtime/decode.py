@@ -1,11 +1,13 @@
-"""The decode loop: prefill, then rounds of draft, verify, accept, commit."""
+"""The decode loop: prefill, then cycles of draft, verify, accept, commit."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import NamedTuple
 
 from dflash_runtime.backend import Backend
+from dflash_runtime.cycles import Cycle, Cycles, HostCycles
 from dflash_runtime.errors import NumericsError
 
 
@@ -18,17 +20,6 @@ class Round(NamedTuple):
     """What the drafter proposed for them; empty for the prefill and for plain steps."""
     finish_reason: str | None
     """`stop`, `length` or `context` in the last round, else None."""
-
-
-def accept(proposed: Sequence[int], posterior: Sequence[int]) -> list[int]:
-    """The greedy rule: keep proposals while they are what the target says, then add the target's own token.
-
-    `proposed` are the b-1 drafted tokens, `posterior` is the target's choice after each of the b block tokens.
-    """
-    accepted = 0
-    while accepted < len(proposed) and proposed[accepted] == posterior[accepted]:
-        accepted += 1
-    return list(posterior[: accepted + 1])
 
 
 def decode(
@@ -56,9 +47,12 @@ def decode(
         token = backend.prefill(chunk, start)
         backend.append_context(len(chunk), start)
         position += len(chunk)
-    committed, number = [token], 0
-    proposed: list[int] = []
+    cycles: Cycles = backend if isinstance(backend, Cycles) else HostCycles(backend)
+    cycles.start_cycles(token, position, end, stop_token_ids)
+    cycle, number, size = Cycle([], [token]), 0, 0
+    blocks = deque[int]()  # of the cycles that are enqueued and not read
     while True:
+        committed = cycle.committed
         if -1 in committed:
             place = position + 1 - len(committed) + committed.index(-1)
             raise NumericsError(
@@ -67,20 +61,18 @@ def decode(
             )
         full = "length" if end == len(prompt) + max_new_tokens else "context"
         reason = "stop" if committed[-1] in stop_token_ids else full if position + 1 == end else None
-        yield Round(committed, proposed, reason)
+        yield Round(committed, cycle.proposed, reason)
         if reason is not None:
             return
-        anchor = committed[-1]
-        block = min(block_size_of(number), end - position)
-        proposed = backend.draft(anchor, block, position) if block > 1 else []
-        posterior = backend.verify([anchor, *proposed], position)
-        committed = _cut(accept(proposed, posterior), end - position - 1, stop_token_ids)
-        # All `block` rows are written; the next round begins where the rejected ones do and replaces them.
-        backend.append_context(block, position)
-        position += len(committed)
-        number += 1
-
-
-def _cut(tokens: list[int], room: int, stop_token_ids: Collection[int]) -> list[int]:
-    stop = next((i for i, token in enumerate(tokens) if token in stop_token_ids), len(tokens))
-    return tokens[: min(room, stop + 1)]
+        # A device is given the next cycle before the one that runs is read. Near the end it waits: only a block that
+        # fits whatever is accepted until then is sure to be the one that the host would choose if it looked first.
+        while len(blocks) <= cycles.cycles_ahead and (room := end - position - sum(blocks)) > 1:
+            size = size or block_size_of(number)
+            if blocks and size > room:
+                break
+            blocks.append(min(size, room))
+            cycles.enqueue_cycle(blocks[-1])
+            size, number = 0, number + 1
+        blocks.popleft()
+        cycle = cycles.read_cycle()
+        position += len(cycle.committed)

@@ -11,6 +11,8 @@ from dflash_runtime.engine_record import ENGINE_RECORD_NAME, read_record, source
 from dflash_runtime.errors import EngineError
 
 DEVICE_ENGINE_SCHEMA_VERSION = 1
+STOP_ID_SLOTS = 32
+"""Stop ids that the acceptance engine compares with; -2 fills those that are not needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +24,7 @@ class EngineProfile:
     logit_rows: int
     """R: rows whose logits come out; 0 for graphs that have none."""
     capacity_rows: int
-    """T: rows of the caches it reads."""
+    """T: rows of the caches it reads; 0 for acceptance, which reads none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class GraphEngine:
     """The engine of one graph."""
 
     kind: str
-    """target, drafter_context or drafter."""
+    """target, drafter_context, drafter or acceptance."""
     file: str
     build_key: str
     """Equal for engines that are the same: network, shapes, GPU, TensorRT. Every fine-tune of a shape shares it."""

@@ -203,6 +203,9 @@ def _allocate(state: list[StateTensor], capacity: int) -> dict[str, Array]:
     return buffers
 
 
-def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> OrtCpuBackend:
+def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int, cuda_graphs: bool | None
+                 ) -> OrtCpuBackend:
     """See `backend.open_backend`."""
+    if cuda_graphs is not None:
+        raise BackendError(f"cuda_graphs is {cuda_graphs} and backend {name!r} runs on the CPU. Leave it out.")
     return OrtCpuBackend(bundle, threads, prefill_chunk_tokens)

@@ -33,6 +33,8 @@ class OrtEngines:
     """
 
     version: str | None = None
+    captures = False
+    """Its sessions record themselves; inside of a capture of ours they have not been tried on a GPU."""
 
     def __init__(self, provider: str = "CUDAExecutionProvider", memory: str = "cuda") -> None:
         self.provider, self.memory = provider, memory

@@ -22,6 +22,8 @@ _PACKAGES = {"tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), "tensor
 class TensorRTEngines:
     """Opens engine files; ModuleNotFoundError where `backend`, tensorrt or tensorrt-rtx, is not installed."""
 
+    captures = True
+
     def __init__(self, backend: str) -> None:
         self._trt: Any = importlib.import_module(_MODULES[backend])
         self.version: str | None = _version(backend, self._trt)

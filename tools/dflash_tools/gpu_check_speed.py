@@ -71,7 +71,7 @@ def _time_large(data: dict[str, Any], *, cuda_graph: bool, block_sizes: tuple[in
     started = time.perf_counter()
     weights = RandomWeights()
     backend = open_engines("ort-cuda", bundle, CudaDevice("ort-cuda", OrtEngines()), PREFILL_CHUNK_TOKENS,
-                           capture_cycles=cuda_graph, weights=weights)
+                           cuda_graphs=cuda_graph, weights=weights)
     data |= {
         "open_s": round(time.perf_counter() - started, 2), "weights": weights.made_by,
         "weight_bytes": weights.bytes_made, "precision": "fp16", "cuda_graph": cuda_graph,
