@@ -35,7 +35,7 @@ from dflash_tools.pipeline import build
 pytest.importorskip("tensorrt_rtx")
 BF16, FP16 = HALF_PAIRS
 CAPABILITIES = ("8.6", "8.9", "12.0")
-KINDS = ["target", "drafter_context", "drafter"]
+KINDS = ["target", "drafter_context", "drafter", "acceptance"]
 
 
 @pytest.fixture(autouse=True)
@@ -74,12 +74,13 @@ def test_engines_for_each_gpu(pair: Pair, capability: str, bundle_of: Callable[[
     built = build_engines(bundle, options(compute_capability=capability, block_sizes=(), use_cache=False))
     assert [engine.kind for engine in built.record.engines] == KINDS and built.reused == []
     assert built.record.form == "fused" and built.record.execution_precision == pair.precision
-    target, context, drafter = built.record.engines
+    target, context, drafter, acceptance = built.record.engines
+    assert [p.rows for p in acceptance.profiles] == [1, 4, 8, 16]
     assert [p.rows for p in target.profiles] == [1, 4, 8, 16, 32] == [p.rows for p in context.profiles]
     assert [p.logit_rows for p in target.profiles] == [1, 4, 8, 16, 1]
     assert [p.rows for p in drafter.profiles] == [4, 8, 16]
     capacity = bundle.manifest.max_context_tokens + 32
-    assert {p.capacity_rows for engine in built.record.engines for p in engine.profiles} == {capacity}
+    assert {p.capacity_rows for engine in built.record.engines[:3] for p in engine.profiles} == {capacity}
     for engine in built.record.engines:
         assert len(engine.scratch_bytes) == len(engine.profiles) and engine.build_peak_bytes > 50e6
         assert (built.folder / engine.file).stat().st_size == built.record.files[engine.file].size_bytes > 10_000
