@@ -16,13 +16,14 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from dflash_runtime.errors import BundleError
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "bundle.json"
 
+Record = TypeVar("Record")
 GraphKind = Literal["target", "drafter_context", "drafter"]
 
 
@@ -207,24 +208,24 @@ class Manifest:
         """The manifest as the text of `bundle.json`."""
         return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str, where: str) -> Manifest:
-        """Reads the text of a `bundle.json` strictly; `where` is its path, for messages.
 
-        Raises:
-            BundleError: not JSON, a newer schema, an unknown or a missing key, a value of the wrong type.
-        """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise BundleError(f"{where} is no valid JSON ({error}). Copy or build the bundle again.") from error
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if not isinstance(version, int):
-            raise BundleError(f"{where} has no schema_version; it is not a bundle manifest.")
-        if version != SCHEMA_VERSION:
-            hint = "Update dflash-export" if version > SCHEMA_VERSION else "Build the bundle again"
-            raise BundleError(f"{where} has schema version {version}, this program reads {SCHEMA_VERSION}. {hint}.")
-        return typing.cast(Manifest, decode(cls, data, where))
+def read_record(kind: type[Record], path: Path, schema_version: int) -> Record:
+    """Reads a JSON file with a `schema_version` strictly as the dataclass `kind`.
+
+    Raises:
+        BundleError: not JSON, another schema, an unknown or a missing key, a value of the wrong type.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BundleError(f"{path} is no valid JSON ({error}). Copy or build it again.") from error
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if not isinstance(version, int):
+        raise BundleError(f"{path} has no schema_version; this program did not write it.")
+    if version != schema_version:
+        hint = "Update dflash-export" if version > schema_version else "Build it again"
+        raise BundleError(f"{path} has schema version {version}, this program reads {schema_version}. {hint}.")
+    return typing.cast(Record, decode(kind, data, str(path)))
 
 
 def decode(kind: Any, data: Any, where: str) -> Any:
@@ -236,8 +237,14 @@ def decode(kind: Any, data: Any, where: str) -> Any:
         BundleError: naming the place, `where`, and both types.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _decode_record(kind, data, where)
+    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
+        hints = typing.get_type_hints(kind)
+        if unknown := sorted(data.keys() - hints.keys()):
+            raise BundleError(f"{where} has unknown keys {unknown}. A newer dflash-export wrote it: update.")
+        if missing := sorted(hints.keys() - data.keys()):
+            raise BundleError(f"{where} lacks the keys {missing}. Copy or build the bundle again.")
+        values = {key: decode(hints[key], data[key], f"{where}.{key}") for key in hints}
+        return typing.cast(Any, kind)(**values)
     if origin is list and isinstance(data, list):
         return [decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(data)]
     if origin is dict and isinstance(data, dict):
@@ -248,20 +255,8 @@ def decode(kind: Any, data: Any, where: str) -> Any:
             return data if type(data) in args else decode(inner[0], data, where)
     if kind is Any or (kind is float and type(data) is int) or type(data) is kind:
         return data
-    name = getattr(kind, "__name__", str(kind))
-    raise BundleError(f"{where} should be {name} and is {type(data).__name__}.")
-
-
-def _decode_record(kind: type, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        raise BundleError(f"{where} should be an object and is {type(data).__name__}.")
-    hints = typing.get_type_hints(kind)
-    unknown, missing = sorted(data.keys() - hints.keys()), sorted(hints.keys() - data.keys())
-    if unknown:
-        raise BundleError(f"{where} has unknown keys {unknown}. A newer dflash-export wrote it: update.")
-    if missing:
-        raise BundleError(f"{where} lacks the keys {missing}. Copy or build the bundle again.")
-    return kind(**{key: decode(hints[key], data[key], f"{where}.{key}") for key in hints})
+    wanted = "an object" if dataclasses.is_dataclass(kind) else getattr(kind, "__name__", str(kind))
+    raise BundleError(f"{where} should be {wanted} and is {type(data).__name__}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +278,7 @@ class Bundle:
         if not manifest_path.is_file():
             remedy = "Make one with: dflash-export build --target TARGET --out DIR"
             raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_NAME}. {remedy}")
-        bundle = cls(folder, Manifest.from_json(manifest_path.read_text(encoding="utf-8"), str(manifest_path)))
+        bundle = cls(folder, read_record(Manifest, manifest_path, SCHEMA_VERSION))
         if check_files:
             bundle.check_files()
         return bundle

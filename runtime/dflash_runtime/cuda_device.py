@@ -17,6 +17,7 @@ from dflash_runtime.device_engine import EngineProfile
 from dflash_runtime.errors import BackendError
 
 cuda: Any = importlib.import_module("cuda.bindings.runtime")  # untyped; its absence is the caller's to explain
+_EITHER_WAY = cuda.cudaMemcpyKind.cudaMemcpyDefault  # the addresses say which
 
 
 class EngineLoader(Protocol):
@@ -84,19 +85,17 @@ class CudaDevice:
 
     def upload(self, address: int, host: Array) -> None:
         """See `Device.upload`."""
-        kind = cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
-        _call("cudaMemcpyAsync", address, host.ctypes.data, host.nbytes, kind, self._stream)
+        _call("cudaMemcpyAsync", address, host.ctypes.data, host.nbytes, _EITHER_WAY, self._stream)
 
     def download(self, host: Array, address: int) -> None:
         """See `Device.download`."""
-        kind = cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        _call("cudaMemcpyAsync", host.ctypes.data, address, host.nbytes, kind, self._stream)
+        _call("cudaMemcpyAsync", host.ctypes.data, address, host.nbytes, _EITHER_WAY, self._stream)
 
     def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, row_bytes: int, rows: int
                   ) -> None:
         """See `Device.copy_rows`."""
-        kind = cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        _call("cudaMemcpy2DAsync", target, target_pitch, source, source_pitch, row_bytes, rows, kind, self._stream)
+        _call("cudaMemcpy2DAsync", target, target_pitch, source, source_pitch, row_bytes, rows, _EITHER_WAY,
+              self._stream)
 
     def clear(self, buffer: Buffer) -> None:
         """See `Device.clear`."""
@@ -144,11 +143,8 @@ def _text(error: Any) -> str:
     return str(cuda.cudaGetErrorString(error)[1].decode())
 
 
-def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int, cuda_graphs: bool | None
-                 ) -> DeviceBackend:
-    """Opens `ort-cuda`, `tensorrt` or `tensorrt-rtx`; options and errors are those of `Session.open`."""
-    if threads is not None:
-        raise BackendError(f"threads is {threads} and backend {name!r} runs on the GPU. Leave it out.")
+def open_on_gpu(name: str, bundle: Bundle, prefill_chunk_tokens: int, **options: Any) -> DeviceBackend:
+    """Opens `ort-cuda`, `tensorrt` or `tensorrt-rtx`; options are those of `DeviceBackend`."""
     loader: EngineLoader
     if name == "ort-cuda":
         from dflash_runtime.ort_engine import OrtEngines
@@ -160,7 +156,7 @@ def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_t
         loader = TensorRTEngines(name)
     device = CudaDevice(name, loader)
     try:
-        return open_engines(name, bundle, device, prefill_chunk_tokens, cuda_graphs=cuda_graphs)
+        return open_engines(name, bundle, device, prefill_chunk_tokens, **options)
     except BaseException:
         device.close()
         raise

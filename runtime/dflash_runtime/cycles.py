@@ -8,13 +8,15 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from dflash_runtime.backend import Backend
 
 
-class Cycle(NamedTuple):
-    """What one pass over the target gave."""
+class Round(NamedTuple):
+    """What one pass over the target committed."""
 
-    proposed: list[int]
-    """What the drafter proposed; empty for plain steps."""
     committed: list[int]
     """Tokens that now belong to the output, oldest first."""
+    proposed: list[int]
+    """What the drafter proposed for them; empty for the prefill and for plain steps."""
+    finish_reason: str | None = None
+    """`stop`, `length` or `context` in the last round, else None."""
 
 
 @runtime_checkable
@@ -33,7 +35,7 @@ class Cycles(Protocol):
     def enqueue_cycle(self, block_size: int) -> None:
         """Asks for the next cycle."""
 
-    def read_cycle(self) -> Cycle:
+    def read_cycle(self) -> Round:
         """The oldest cycle not read yet."""
 
 
@@ -53,7 +55,7 @@ class HostCycles:
         """See `Cycles`."""
         self._block_size = block_size
 
-    def read_cycle(self) -> Cycle:
+    def read_cycle(self) -> Round:
         """See `Cycles`."""
         backend, block_size, position = self._backend, self._block_size, self._position
         proposed = backend.draft(self._anchor, block_size, position) if block_size > 1 else []
@@ -62,7 +64,7 @@ class HostCycles:
         # All rows of the block are written; the next cycle begins where the rejected ones do and replaces them.
         backend.append_context(block_size, position)
         self._anchor, self._position = committed[-1], position + len(committed)
-        return Cycle(proposed, committed)
+        return Round(committed, proposed)
 
 
 def accept(proposed: Sequence[int], posterior: Sequence[int]) -> list[int]:

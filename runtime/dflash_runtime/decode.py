@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import NamedTuple
 
 from dflash_runtime.backend import Backend
-from dflash_runtime.cycles import Cycle, Cycles, HostCycles
+from dflash_runtime.cycles import Cycles, HostCycles, Round
 from dflash_runtime.errors import NumericsError
-
-
-class Round(NamedTuple):
-    """What one pass over the target committed."""
-
-    committed: list[int]
-    """Tokens that now belong to the output, oldest first."""
-    proposed: list[int]
-    """What the drafter proposed for them; empty for the prefill and for plain steps."""
-    finish_reason: str | None
-    """`stop`, `length` or `context` in the last round, else None."""
 
 
 def decode(
@@ -49,10 +37,10 @@ def decode(
         position += len(chunk)
     cycles: Cycles = backend if isinstance(backend, Cycles) else HostCycles(backend)
     cycles.start_cycles(token, position, end, stop_token_ids)
-    cycle, number, size = Cycle([], [token]), 0, 0
+    done, number, size = Round([token], []), 0, 0
     blocks = deque[int]()  # of the cycles that are enqueued and not read
     while True:
-        committed = cycle.committed
+        committed = done.committed
         if -1 in committed:
             place = position + 1 - len(committed) + committed.index(-1)
             raise NumericsError(
@@ -61,7 +49,7 @@ def decode(
             )
         full = "length" if end == len(prompt) + max_new_tokens else "context"
         reason = "stop" if committed[-1] in stop_token_ids else full if position + 1 == end else None
-        yield Round(committed, cycle.proposed, reason)
+        yield done._replace(finish_reason=reason)
         if reason is not None:
             return
         # A device is given the next cycle before the one that runs is read. Near the end it waits: only a block that
@@ -74,5 +62,5 @@ def decode(
             cycles.enqueue_cycle(blocks[-1])
             size, number = 0, number + 1
         blocks.popleft()
-        cycle = cycles.read_cycle()
-        position += len(cycle.committed)
+        done = cycles.read_cycle()
+        position += len(done.committed)

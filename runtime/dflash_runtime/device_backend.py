@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.cycles import Cycle
+from dflash_runtime.cycles import Round
 from dflash_runtime.device import Buffer, Device
 from dflash_runtime.device_caches import DeviceCaches
 from dflash_runtime.device_engine import (
@@ -167,14 +167,14 @@ class DeviceBackend:
             self._prepared.add(block_size)
         self._unread.append((place, block_size))
 
-    def read_cycle(self) -> Cycle:
+    def read_cycle(self) -> Round:
         """See `Cycles.read_cycle`."""
         place, block_size = self._unread.popleft()
         found = self._numbers.read(place)
         count = int(found["count"][0])
         self._position += count
         self._not_finite |= bool((found["token_ids"][:block_size] < 0).any())
-        return Cycle(found["draft_ids"][: block_size - 1].tolist(), found["committed"][:count].tolist())
+        return Round(found["committed"][:count].tolist(), found["draft_ids"][: block_size - 1].tolist())
 
     def close(self) -> None:
         """Frees the device."""

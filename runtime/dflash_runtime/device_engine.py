@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from dflash_runtime.bundle import Bundle, FileFacts, cache_root, write_text_atomically
-from dflash_runtime.engine_record import ENGINE_RECORD_NAME, read_record, source_problems
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME, read_engine, source_problems
 from dflash_runtime.errors import EngineError
 
 DEVICE_ENGINE_SCHEMA_VERSION = 1
@@ -108,8 +108,8 @@ def engine_folders(bundle: Bundle, tag: str) -> list[Path]:
 
 
 def read_device_engine(folder: Path, remedy: str) -> DeviceEngineRecord:
-    """The record in `folder`; arguments and errors are those of `read_record`."""
-    record: DeviceEngineRecord = read_record(DeviceEngineRecord, folder, DEVICE_ENGINE_SCHEMA_VERSION, remedy)
+    """The record in `folder`; arguments and errors are those of `read_engine`."""
+    record: DeviceEngineRecord = read_engine(DeviceEngineRecord, folder, DEVICE_ENGINE_SCHEMA_VERSION, remedy)
     return record
 
 

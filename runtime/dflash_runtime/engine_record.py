@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.bundle import Bundle, FileFacts, compare_files, decode, write_text_atomically
+from dflash_runtime.bundle import Bundle, FileFacts, compare_files, read_record, write_text_atomically
 from dflash_runtime.errors import BundleError, EngineError
 
 ENGINE_SCHEMA_VERSION = 1
@@ -52,7 +52,7 @@ def open_engine(bundle: Bundle, backend: str) -> EngineRecord:
     """
     folder = engine_folder(bundle, backend)
     remedy = f"Run: dflash-export engines {bundle.path} --backend {backend}"
-    record: EngineRecord = read_record(EngineRecord, folder, ENGINE_SCHEMA_VERSION, remedy)
+    record: EngineRecord = read_engine(EngineRecord, folder, ENGINE_SCHEMA_VERSION, remedy)
     graphs = bundle.manifest.graph_files().values()
     problems = [f"it does not list {name}" for name in graphs if name not in record.files]
     problems += source_problems(bundle, record.source)
@@ -63,8 +63,8 @@ def open_engine(bundle: Bundle, backend: str) -> EngineRecord:
     return record
 
 
-def read_record(kind: Any, folder: Path, schema_version: int, remedy: str) -> Any:
-    """Reads `engine.json` as the dataclass `kind`, strictly, and compares the engine's files with it.
+def read_engine(kind: type[Any], folder: Path, schema_version: int, remedy: str) -> Any:
+    """Reads `engine.json` as `kind` and compares the engine's files with it.
 
     `remedy` is the command that makes the engine, for messages.
 
@@ -75,12 +75,8 @@ def read_record(kind: Any, folder: Path, schema_version: int, remedy: str) -> An
     if not path.is_file():
         raise EngineError(f"There is no engine in {folder} ({path.name} is missing). {remedy}")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != schema_version:
-            raise BundleError(f"it has schema {version}, this program reads {schema_version}.")
-        record = decode(kind, data, str(path))
-    except (ValueError, BundleError) as error:
+        record = read_record(kind, path, schema_version)
+    except BundleError as error:
         raise EngineError(f"{path} cannot be read: {error} {remedy}") from error
     problems, _ = compare_files({name: folder / name for name in record.files}, record.files, {})
     if problems:

@@ -86,7 +86,7 @@ class OrtCpuBackend:
         if rows > 1 or position != self._waiting_end or self._waiting_rows == self._waiting.shape[1]:
             self._append_waiting()
         if rows > 1:
-            self._run_context(self._context, self._taps[:, :rows], position)
+            self._run_context(self._taps[:, :rows], position)
         else:
             self._waiting[:, self._waiting_rows] = self._taps[:, 0]
             self._waiting_rows, self._waiting_end = self._waiting_rows + 1, position + 1
@@ -97,13 +97,14 @@ class OrtCpuBackend:
         self._target_state, self._drafter_state, self._weights = {}, {}, {}
 
     def _append_waiting(self) -> None:
-        if self._context is not None and (rows := self._waiting_rows):
-            self._run_context(self._context, self._waiting[:, :rows], self._waiting_end - rows)
+        if rows := self._waiting_rows:
             self._waiting_rows = 0
+            self._run_context(self._waiting[:, :rows], self._waiting_end - rows)
 
-    def _run_context(self, context: _Graph, taps: Array, position: int) -> None:
+    def _run_context(self, taps: Array, position: int) -> None:
+        assert self._context is not None
         self._position[0] = position
-        context.run({"taps": taps, "position": self._position}, {})
+        self._context.run({"taps": taps, "position": self._position}, {})
 
     def _run_target(self, ids: Sequence[int], position: int, logit_rows: Sequence[int]) -> list[int]:
         count, wanted = len(ids), len(logit_rows)
@@ -120,9 +121,7 @@ class _Opener:
     """Opens engine graphs as ONNX Runtime sessions with the same options and weights."""
 
     def __init__(self, bundle: Bundle, record: EngineRecord, threads: int | None) -> None:
-        self._bundle = bundle
-        self._record = record
-        self._threads = threads
+        self._bundle, self._record, self._threads = bundle, record, threads
         # What target and drafter share is given to each session by name, and so is what must be widened: the
         # same memory for all. ONNX Runtime reads the rest itself and lets go of what it has packed.
         self.mapped = MappedWeights(bundle)
@@ -133,8 +132,7 @@ class _Opener:
 
     def open(self, file: str) -> ort.InferenceSession:
         options = ort.SessionOptions()
-        options.intra_op_num_threads = self._threads or 0
-        options.inter_op_num_threads = 1
+        options.intra_op_num_threads, options.inter_op_num_threads = self._threads or 0, 1
         options.log_severity_level = 3
         # Three sessions take turns: a pool that goes on spinning after its turn steals the cores from the next.
         options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -165,9 +163,7 @@ class _Graph:
     """A session whose I/O tensors are bound to fixed buffers, once per buffer and number of rows."""
 
     def __init__(self, opener: _Opener, facts: GraphFacts, state: dict[str, Array]) -> None:
-        self._session = opener.open(facts.file)
-        self._facts = facts
-        self._state = state
+        self._session, self._facts, self._state = opener.open(facts.file), facts, state
         self._bindings: dict[tuple[tuple[int, ...], ...], ort.IOBinding] = {}  # by addresses and shapes
 
     def run(self, inputs: dict[str, Array], outputs: dict[str, Array]) -> None:
@@ -201,11 +197,3 @@ def _allocate(state: list[StateTensor], capacity: int) -> dict[str, Array]:
         shape = [{"B": 1, "T": capacity}[d] if isinstance(d, str) else d for d in tensor.shape]
         buffers[tensor.input] = np.zeros(shape, np.float32)
     return buffers
-
-
-def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int, cuda_graphs: bool | None
-                 ) -> OrtCpuBackend:
-    """See `backend.open_backend`."""
-    if cuda_graphs is not None:
-        raise BackendError(f"cuda_graphs is {cuda_graphs} and backend {name!r} runs on the CPU. Leave it out.")
-    return OrtCpuBackend(bundle, threads, prefill_chunk_tokens)

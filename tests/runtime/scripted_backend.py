@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dflash_runtime.cycles import Cycle, accept, cut
+from dflash_runtime.cycles import Round, accept, cut
 
 VOCAB = 97
 
@@ -90,7 +90,7 @@ class LateBackend(ScriptedBackend):
 
     def start_cycles(self, anchor: int, position: int, limit: int, stop_ids: Collection[int]) -> None:
         self.anchor, self.position, self.limit, self.stop_ids = anchor, position, limit, stop_ids
-        self.unread: list[Cycle] = []
+        self.unread: list[Round] = []
         self.void_cycles = 0
 
     def enqueue_cycle(self, block_size: int) -> None:
@@ -102,9 +102,9 @@ class LateBackend(ScriptedBackend):
         self.void_cycles += not committed
         self.append_context(block_size, self.position)
         self.anchor, self.position = [self.anchor, *committed][-1], self.position + len(committed)
-        self.unread.append(Cycle(proposed, committed))
+        self.unread.append(Round(committed, proposed))
 
-    def read_cycle(self) -> Cycle:
+    def read_cycle(self) -> Round:
         return self.unread.pop(0)
 
 
