@@ -18,11 +18,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
-from dflash_runtime.errors import BundleError
+from dflash_runtime.errors import BundleError, EngineError
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "bundle.json"
 
+STATE_KINDS = ("kv", "windowed_kv")
 Record = TypeVar("Record")
 GraphKind = Literal["target", "drafter_context", "drafter"]
 
@@ -51,6 +52,14 @@ class StateTensor:
     window_tokens: int | None
     rollback: str
     """`length`: rows at and past the length are dead and the next write replaces them."""
+
+    def cache_shape(self, capacity_rows: int) -> tuple[int, int, int, int]:
+        """The shape with its letters filled in; EngineError for a kind of state this runtime does not keep."""
+        sizes = [{"B": 1, "T": capacity_rows}.get(d) if isinstance(d, str) else d for d in self.shape]
+        if self.kind not in STATE_KINDS or len(sizes) != 4 or None in sizes:
+            kept = " and ".join(STATE_KINDS)
+            raise EngineError(f"State {self.input} is {self.kind!r} {self.shape}; this version keeps {kept}. Update.")
+        return typing.cast("tuple[int, int, int, int]", tuple(sizes))
 
 
 @dataclasses.dataclass(frozen=True)

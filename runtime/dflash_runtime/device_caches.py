@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 from dflash_runtime.bundle import StateTensor
 from dflash_runtime.device import Buffer, Device, aligned
-from dflash_runtime.errors import EngineError
-
-_KINDS = ("kv", "windowed_kv")
 
 
 class DeviceCaches:
@@ -28,9 +25,7 @@ class DeviceCaches:
         self._device, self._layouts = device, layouts
         groups: dict[tuple[int, int], list[StateTensor]] = {}
         for tensor in state:
-            heads, size = tensor.shape[1], tensor.shape[3]
-            if tensor.kind not in _KINDS or not isinstance(heads, int) or not isinstance(size, int):
-                raise EngineError(f"State {tensor.input} is {tensor.kind!r} {tensor.shape}, not of {_KINDS}. Update.")
+            _, heads, _, size = tensor.cache_shape(capacity_rows)
             groups.setdefault((heads, size), []).append(tensor)
         self.groups = [
             _Group(members, heads, size * item_bytes, device.allocate(

@@ -32,6 +32,8 @@ class DeviceNumbers:
         self.said = dict(zip(_SAID, self._said.view(np.int64).reshape(len(_SAID), -1), strict=True))
         self.said["draft_input"][:] = mask_token_id
         self._places = [device.host_memory(len(_FOUND) * self._width) for _ in range(PLACES)]
+        self._found = [dict(zip(_FOUND, place.view(np.int64).reshape(len(_FOUND), -1), strict=True))
+                       for place in self._places]  # fmt: skip
         self.buffers: dict[str, Buffer] = {}
         for names in (_SAID, _FOUND, ("rows",), ("sizes",)):
             memory = device.allocate(len(names) * self._width)
@@ -87,7 +89,7 @@ class DeviceNumbers:
     def read(self, place: int = 0) -> dict[str, Array]:
         """Waits for what was found."""
         self._device.wait(place)
-        return dict(zip(_FOUND, self._places[place].view(np.int64).reshape(len(_FOUND), -1), strict=True))
+        return self._found[place]
 
     def wait(self) -> None:
         """Waits for everything that is enqueued: what is said may change then."""

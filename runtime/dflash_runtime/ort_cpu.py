@@ -15,7 +15,6 @@ from dflash_runtime.errors import BackendError, EngineError
 from dflash_runtime.weights import MappedWeights
 
 _PROVIDER = "CPUExecutionProvider"
-_KINDS = ("kv", "windowed_kv")
 
 Array = npt.NDArray[Any]
 
@@ -189,11 +188,4 @@ class _Graph:
 
 def _allocate(state: list[StateTensor], capacity: int) -> dict[str, Array]:
     """Zeroed buffers of `capacity` rows: memory is taken by the system only where rows are written."""
-    buffers = {}
-    for tensor in state:
-        if tensor.kind not in _KINDS:
-            kinds = " and ".join(_KINDS)
-            raise EngineError(f"State {tensor.input} is of kind {tensor.kind!r}, ort-cpu keeps {kinds}. Update it.")
-        shape = [{"B": 1, "T": capacity}[d] if isinstance(d, str) else d for d in tensor.shape]
-        buffers[tensor.input] = np.zeros(shape, np.float32)
-    return buffers
+    return {tensor.input: np.zeros(tensor.cache_shape(capacity), np.float32) for tensor in state}

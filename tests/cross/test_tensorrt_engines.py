@@ -98,7 +98,7 @@ def test_embedded_weights_and_the_other_precision(bundle_of: Callable[[Pair], Bu
     assert all(not engine.weights for engine in embedded.record.engines) and embedded.weight_bytes == 0
     assert embedded.record.engine_bytes > shared.record.engine_bytes
     half = build_engines(bundle, options(precision="fp16"))
-    assert half.record.execution_precision == "fp16" and half.reused == []
+    assert half.record.execution_precision == "fp16" and half.reused == ["acceptance"]
     assert {w.dtype for engine in half.record.engines for w in engine.weights} == {"F16", "F32"}
     with pytest.raises(EngineError, match="keep the bundle's precision, bf16, and fp16 is asked"):
         build_engines(bundle, options(weights_mode="embedded", precision="fp16"))
@@ -109,7 +109,7 @@ def test_residuals_in_fp32_on_request(bundle_of: Callable[[Pair], Bundle]) -> No
     before = build_engines(bundle, options())
     kept = build_engines(bundle, options(fp32_residuals=True))
     # The drafter's context embeds nothing and has no stream: its engine is the same one.
-    assert kept.reused == ["drafter_context"]
+    assert kept.reused == ["drafter_context", "acceptance"]
     assert {w.dtype for w in kept.record.engines[0].weights} == {w.dtype for w in before.record.engines[0].weights}
 
 
