@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests:tests/cross python tests/cross/host_share.py [BLOCK [BUNDLE]]
 
-A bundle in fp32, or the tiny pair, runs on the recording device: time in the device's own functions, which run the graphs on this CPU, is
-the cycle; the rest is the host's. Processor time, so that other work on the machine does not count.
+A bundle in fp32, or the tiny pair, runs on the recording device: time in the device's own functions, which run the
+graphs on this CPU, is the cycle; the rest is the host's. Processor time, so that other work here does not count.
 """
 
 from __future__ import annotations
