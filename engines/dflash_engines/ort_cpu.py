@@ -23,7 +23,7 @@ from dflash_engines.passes.skip_norm import FuseSkipNormPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.uncut_rows import UncutRowsPass
 from dflash_runtime.bundle import Bundle, GraphKind
-from dflash_runtime.engine_record import EngineRecord, open_engine
+from dflash_runtime.engine_record import HostEngineRecord, open_engine
 from dflash_runtime.errors import EngineError
 
 BACKEND = "ort-cpu"
@@ -37,7 +37,7 @@ _MAKERS = ("dflash-export", "onnx", "onnx-ir")
 _LOWERING_REVISION = 2
 
 
-def lower_bundle(bundle_path: str | os.PathLike[str], progress: Progress | None = None) -> EngineRecord:
+def lower_bundle(bundle_path: str | os.PathLike[str], progress: Progress | None = None) -> HostEngineRecord:
     """Writes `engines/ort-cpu` for a bundle, unless one made from the same graphs by the same versions is there.
 
     Args:
@@ -106,7 +106,7 @@ def lower_model(model: ir.Model, kind: GraphKind, precision: str = _EXECUTION_PR
     return lowered
 
 
-def _fitting_record(bundle: Bundle, versions: dict[str, str]) -> EngineRecord | None:
+def _fitting_record(bundle: Bundle, versions: dict[str, str]) -> HostEngineRecord | None:
     try:
         record = open_engine(bundle, BACKEND)
     except EngineError:

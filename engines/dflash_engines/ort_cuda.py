@@ -99,7 +99,7 @@ def lower_bundle(
 def write_graphs(bundle: Bundle, lowered: Mapping[str, ir.Model], versions: dict[str, str], precision: str
                  ) -> DeviceEngineRecord:
     """Writes lowered graphs, by kind, with acceptance and their record. Errors are those of `write_engine`."""
-    manifest, mode = bundle.manifest, "shared"
+    manifest = bundle.manifest
     lowered = {**lowered, ACCEPTANCE: acceptance_model(STOP_ID_SLOTS)}
     block_sizes = sorted({*manifest.block_sizes} - {1}) if manifest.drafter is not None else []
     capacity = manifest.max_context_tokens + max(*manifest.block_sizes, _CHUNK_TOKENS)
@@ -115,8 +115,8 @@ def write_graphs(bundle: Bundle, lowered: Mapping[str, ir.Model], versions: dict
     return write_engine(
         bundle, BACKEND, {names[kind]: model for kind, model in lowered.items()},
         lambda folder: DeviceEngineRecord(
-            DEVICE_ENGINE_SCHEMA_VERSION, BACKEND, None, None, "fused", precision, mode, capacity, block_sizes,
-            _CHUNK_TOKENS, source, engines, file_facts(folder, names.values()), versions,
+            DEVICE_ENGINE_SCHEMA_VERSION, BACKEND, source, file_facts(folder, names.values()), precision, versions,
+            None, None, "fused", "shared", capacity, block_sizes, _CHUNK_TOKENS, engines,
         ),
     )  # fmt: skip
 

@@ -54,6 +54,16 @@ class BuiltEngines:
     warnings: list[str]
     """What the user should know, though the engines are good."""
 
+    @property
+    def engine_bytes(self) -> int:
+        """Size of all engines on disk."""
+        return sum(facts.size_bytes for facts in self.record.files.values())
+
+    @property
+    def build_peak_bytes(self) -> int:
+        """Most memory any of the builds had resident."""
+        return max(engine.build_peak_bytes for engine in self.record.engines)
+
 
 def check_buildable(options: EngineOptions, bundle_precision: str) -> None:
     """Refuses before any work what `build_engines` would refuse after an export.

@@ -86,7 +86,7 @@ class DeviceBackend:
         if manifest.drafter is not None:
             states["drafter"], mask_token_id = manifest.drafter.context_graph.state, manifest.drafter.mask_token_id
         self._numbers, item = DeviceNumbers(device, rows, mask_token_id), _ITEM_BYTES[record.execution_precision]
-        self._caches = {key: DeviceCaches(device, s, layouts[-1], item, layouts) for key, s in states.items()}
+        self._caches = {key: DeviceCaches(device, s, item, layouts) for key, s in states.items()}
         self.buffers = self._bind(partial(weights, device, bundle))
         self._captured: dict[int, Callable[[], None]] = {}
         self._prepared: set[int] = set()
@@ -211,9 +211,7 @@ class DeviceBackend:
         """Enqueues a graph. `position` is for the primitive form: the other one reads it on the device."""
         for caches in self._caches.values():
             caches.make_room(position + rows, position)
-        graph, layout_rows = self._graphs[kind], self._caches["target"].layout_rows
-        profile = graph.pick(rows, logit_rows, layout_rows)
-        graph.enqueue(profile)
+        profile = self._graphs[kind].enqueue(rows, logit_rows, self._caches["target"].layout_rows)
         if not self._fused and kind in ("target", "drafter_context"):
             self._commit(kind, profile, rows, position)
 

@@ -14,15 +14,13 @@ class DeviceCaches:
     Args:
         device: Where they lie.
         state: The model's state tensors, in the order of its layers.
-        capacity_rows: Rows of each.
         item_bytes: Size of one number.
         layouts: Rows a cache may be laid out with, ascending. The primitive form reads caches of fewer rows while the
             context is short; rows of a head then lie closer to each other.
     """
 
-    def __init__(self, device: Device, state: Sequence[StateTensor], capacity_rows: int, item_bytes: int,
-                 layouts: Sequence[int]) -> None:
-        self._device, self._layouts = device, layouts
+    def __init__(self, device: Device, state: Sequence[StateTensor], item_bytes: int, layouts: Sequence[int]) -> None:
+        self._device, self._layouts, capacity_rows = device, layouts, layouts[-1]
         groups: dict[tuple[int, int], list[StateTensor]] = {}
         for tensor in state:
             _, heads, _, size = tensor.cache_shape(capacity_rows)

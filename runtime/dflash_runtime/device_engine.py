@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
-from dflash_runtime.bundle import Bundle, FileFacts, cache_root, write_text_atomically
-from dflash_runtime.engine_record import ENGINE_RECORD_NAME, read_engine, source_problems
+from dflash_runtime.bundle import Bundle, cache_root
+from dflash_runtime.engine_record import EngineRecord, read_engine, source_problems
 from dflash_runtime.errors import EngineError
 
 DEVICE_ENGINE_SCHEMA_VERSION = 1
@@ -57,43 +56,20 @@ class GraphEngine:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeviceEngineRecord:
-    """Everything the record of a folder of engines for a device says."""
+class DeviceEngineRecord(EngineRecord):
+    """That of a folder of engines for `ort-cuda`, `tensorrt` or `tensorrt-rtx`."""
 
-    schema_version: int
-    backend: str
-    """`ort-cuda`, `tensorrt` or `tensorrt-rtx`."""
     tensorrt_version: str | None
     compute_capability: str | None
     """Of the GPU the engines run on, `8.9`; both None for graphs that ONNX Runtime opens, which fit any GPU."""
     form: str
     """`fused` or `primitive`."""
-    execution_precision: str
     weights_mode: str
     """`shared` (inputs) or `embedded`."""
     capacity_rows: int
     block_sizes: list[int]
     prefill_chunk_tokens: int
-    source: dict[str, str]
-    """Portable graph file -> the sha256 it had when it was lowered."""
     engines: list[GraphEngine]
-    files: dict[str, FileFacts]
-    versions: dict[str, str]
-    """Packages that made them."""
-
-    @property
-    def engine_bytes(self) -> int:
-        """Size of all engines on disk."""
-        return sum(facts.size_bytes for facts in self.files.values())
-
-    @property
-    def build_peak_bytes(self) -> int:
-        """Most memory any of the builds had resident."""
-        return max(engine.build_peak_bytes for engine in self.engines)
-
-    def write(self, folder: Path) -> None:
-        """Writes the record into `folder`, last of all files, so that a record means complete engines."""
-        write_text_atomically(folder / ENGINE_RECORD_NAME, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
 def device_tag(backend: str, compute_capability: str | None, weights_mode: str = "shared") -> str:

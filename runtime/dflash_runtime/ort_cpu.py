@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from dflash_runtime.bundle import Bundle, GraphFacts, StateTensor
-from dflash_runtime.engine_record import EngineRecord, engine_folder, open_engine
+from dflash_runtime.engine_record import HostEngineRecord, engine_folder, open_engine
 from dflash_runtime.errors import BackendError, EngineError
 from dflash_runtime.weights import MappedWeights
 
@@ -119,7 +119,7 @@ class OrtCpuBackend:
 class _Opener:
     """Opens engine graphs as ONNX Runtime sessions with the same options and weights."""
 
-    def __init__(self, bundle: Bundle, record: EngineRecord, threads: int | None) -> None:
+    def __init__(self, bundle: Bundle, record: HostEngineRecord, threads: int | None) -> None:
         self._bundle, self._record, self._threads = bundle, record, threads
         # What target and drafter share is given to each session by name, and so is what must be widened: the
         # same memory for all. ONNX Runtime reads the rest itself and lets go of what it has packed.

@@ -96,7 +96,7 @@ def test_embedded_weights_and_the_other_precision(bundle_of: Callable[[Pair], Bu
     embedded = build_engines(bundle, options(weights_mode="embedded"))
     assert embedded.folder.name == "tensorrt-rtx-sm89-embedded" and shared.folder.name == "tensorrt-rtx-sm89"
     assert all(not engine.weights for engine in embedded.record.engines) and embedded.weight_bytes == 0
-    assert embedded.record.engine_bytes > shared.record.engine_bytes
+    assert embedded.engine_bytes > shared.engine_bytes
     half = build_engines(bundle, options(precision="fp16"))
     assert half.record.execution_precision == "fp16" and half.reused == ["acceptance"]
     assert {w.dtype for engine in half.record.engines for w in engine.weights} == {"F16", "F32"}

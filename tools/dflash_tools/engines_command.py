@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.device_engine import DeviceEngineRecord
 from dflash_runtime.engine_record import EngineRecord, engine_folder
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.option_values import MEMORY_SIZE
@@ -51,7 +50,7 @@ def command(bundle: Path, backend: str, as_json: bool, capabilities: tuple[str, 
     _refuse_tensorrt_options(backend, capabilities, options)
     with needs_extra("engines"):
         from dflash_engines import ort_cpu, ort_cuda
-    record: EngineRecord | DeviceEngineRecord
+    record: EngineRecord
     if backend == "ort-cuda":
         record = ort_cuda.lower_bundle(opened.path, options["precision"])
     else:
