@@ -211,7 +211,9 @@ class DeviceBackend:
         """Enqueues a graph. `position` is for the primitive form: the other one reads it on the device."""
         for caches in self._caches.values():
             caches.make_room(position + rows, position)
-        profile = self._graphs[kind].enqueue(rows, logit_rows, self._caches["target"].layout_rows)
+        graph = self._graphs[kind]
+        profile = graph.pick(rows, logit_rows, self._caches["target"].layout_rows)
+        graph.enqueue(profile)
         if not self._fused and kind in ("target", "drafter_context"):
             self._commit(kind, profile, rows, position)
 

@@ -41,19 +41,22 @@ class DeviceGraph:
                 )
         context.bind({name: buffers[name].address for name in context.sizes_bytes})
 
-    def enqueue(self, rows: int, logit_rows: int, layout_rows: int) -> EngineProfile:
-        """Runs once at the smallest profile for a call of `rows` over caches of `layout_rows`; returns the profile.
+    def pick(self, rows: int, logit_rows: int, layout_rows: int) -> EngineProfile:
+        """The smallest profile for a call of `rows` over caches of `layout_rows`.
 
         Raises:
             EngineError: the engine was not built for so many.
         """
-        for profile, context in self._contexts.items():
+        for profile in self.facts.profiles:
             enough = profile.rows >= rows and profile.logit_rows >= logit_rows
             if enough and profile.capacity_rows in (0, layout_rows):
-                context.enqueue()
                 return profile
         built = sorted({p.rows for p in self.facts.profiles if p.logit_rows >= logit_rows})
         raise EngineError(
             f"The {self.facts.kind} engine takes {built} tokens a call over caches of {layout_rows} rows, and {rows} "
             f"are asked for. Ask for a smaller block, or build for this one. {self._remedy} --block-size {rows}"
         )
+
+    def enqueue(self, profile: EngineProfile) -> None:
+        """Runs once at a profile."""
+        self._contexts[profile].enqueue()
