@@ -57,7 +57,11 @@ def bundle(exported: Make, tmp_path: Path) -> Path:
     return shutil.copytree(exported(PAIR), tmp_path / "bundle")
 
 
-@pytest.mark.parametrize("pair", [AUTHOR_PAIRS[1], AUTHOR_PAIRS[5]], ids=lambda pair: pair.name)
+QUICK = (1, 5)
+PAIRS = [pytest.param(p, id=p.name, marks=[] if i in QUICK else pytest.mark.slow) for i, p in enumerate(AUTHOR_PAIRS)]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
 def test_the_reference_says_what_the_authors_package_says(exported: Make, pair: Pair) -> None:
     bundle = exported(pair)
     authors, reference = Authors(bundle.parent), made(bundle, new_tokens=24)
@@ -66,7 +70,8 @@ def test_the_reference_says_what_the_authors_package_says(exported: Make, pair: 
         assert text.tokens == theirs.token_ids
         assert [one.proposed for one in text.rounds] == theirs.proposed_ids
         assert [len(one.committed) for one in text.rounds] == theirs.acceptance_lengths
-    assert validated(bundle, reference).passed
+    for name in ("ort-cpu", "portable"):
+        assert validated(bundle, reference, name).passed
 
 
 def test_dflash2_and_its_selector(tmp_path: Path) -> None:
