@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy.typing as npt
 
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import BackendError
@@ -36,6 +38,9 @@ class Backend(Protocol):
 
     def verify(self, block: Sequence[int], position: int) -> list[int]:
         """Runs the target over anchor and proposals; returns its token after each, -1 where not finite."""
+
+    def logits(self, rows: int) -> npt.NDArray[Any]:
+        """[rows, V] in fp32: what the last `prefill` (1 row) or `verify` scored; the next call overwrites it."""
 
     def append_context(self, rows: int, position: int) -> None:
         """Gives the drafter the taps of the last target call; without a drafter there is nothing to give."""

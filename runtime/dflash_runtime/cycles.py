@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from dflash_runtime.backend import Backend
+from dflash_runtime.sampling import TokenChooser
 
 
 class Round(NamedTuple):
@@ -40,16 +41,18 @@ class Cycles(Protocol):
 
 
 class HostCycles:
-    """Cycles whose state the host keeps; each is run when it is read."""
+    """Cycles whose state the host keeps; each is run when it is read. With a chooser it says what the target says."""
 
     cycles_ahead = 0
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, chooser: TokenChooser | None = None) -> None:
+        self._backend, self._chooser = backend, chooser
 
     def start_cycles(self, anchor: int, position: int, limit: int, stop_ids: Collection[int]) -> None:
         """See `Cycles`."""
         self._anchor, self._position, self._limit, self._stop_ids = anchor, position, limit, stop_ids
+        if self._chooser is not None:
+            self._chooser.commit([anchor])
 
     def enqueue_cycle(self, block_size: int) -> None:
         """See `Cycles`."""
@@ -60,9 +63,13 @@ class HostCycles:
         backend, block_size, position = self._backend, self._block_size, self._position
         proposed = backend.draft(self._anchor, block_size, position) if block_size > 1 else []
         posterior = backend.verify([self._anchor, *proposed], position)
+        if self._chooser is not None:
+            posterior = self._chooser.choose(backend.logits(block_size), proposed, position + 1)
         committed = cut(accept(proposed, posterior), self._limit - position - 1, self._stop_ids)
         # All rows of the block are written; the next cycle begins where the rejected ones do and replaces them.
         backend.append_context(block_size, position)
+        if self._chooser is not None:
+            self._chooser.commit(committed)
         self._anchor, self._position = committed[-1], position + len(committed)
         return Round(committed, proposed)
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
+from typing import cast
 
 from dflash_runtime.backend import Backend
 from dflash_runtime.cycles import Cycles, HostCycles, Round
 from dflash_runtime.errors import NumericsError
+from dflash_runtime.sampling import TokenChooser
 
 
 def decode(
     backend: Backend, prompt: Sequence[int], *, max_new_tokens: int, max_context_tokens: int,
-    stop_token_ids: Collection[int], block_size_of: Callable[[int], int],
+    stop_token_ids: Collection[int], block_size_of: Callable[[int], int], chooser: TokenChooser | None = None,
 ) -> Generator[Round, None, None]:
-    """Greedy decoding; the words are those of plain decoding whatever is proposed.
+    """Decoding, greedy without a chooser; the words are those of plain decoding whatever is proposed.
 
     Args:
         backend: Holds the models' state; any earlier request in it is forgotten.
@@ -23,6 +25,7 @@ def decode(
         max_context_tokens: Most rows in the KV cache. One more token may exist: the newest needs no row.
         stop_token_ids: Ids that end the output; the first one met is its last token.
         block_size_of: Block size, anchor included, for the n-th round; 1 is a plain step.
+        chooser: Chooses tokens by the target's logits; None takes the likeliest.
 
     Raises:
         NumericsError: the target's logits were not finite where a token had to be chosen.
@@ -35,7 +38,10 @@ def decode(
         token = backend.prefill(chunk, start)
         backend.append_context(len(chunk), start)
         position += len(chunk)
-    cycles: Cycles = backend if isinstance(backend, Cycles) else HostCycles(backend)
+    if chooser is not None:
+        (token,) = chooser.choose(backend.logits(1), [], position)
+    own = chooser is None and isinstance(backend, Cycles)
+    cycles: Cycles = cast(Cycles, backend) if own else HostCycles(backend, chooser)
     cycles.start_cycles(token, position, end, stop_token_ids)
     done, number, size = Round([token], []), 0, 0
     blocks = deque[int]()  # of the cycles that are enqueued and not read

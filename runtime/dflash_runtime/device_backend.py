@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.cycles import Round
-from dflash_runtime.device import Buffer, Device
+from dflash_runtime.device import Array, Buffer, Device
 from dflash_runtime.device_caches import DeviceCaches
 from dflash_runtime.device_engine import (
     BoundWeight,
@@ -88,6 +90,12 @@ class DeviceBackend:
         self._numbers, item = DeviceNumbers(device, rows, mask_token_id), _ITEM_BYTES[record.execution_precision]
         self._caches = {key: DeviceCaches(device, s, item, layouts) for key, s in states.items()}
         self.buffers = self._bind(partial(weights, device, bundle))
+        scores = next(o for o in manifest.target.graph.outputs if o.name == "logits")
+        if scores.dtype != "F32":
+            raise EngineError(f"The target's logits are {scores.dtype}, and tokens are chosen from fp32. {remedy}")
+        width = 4 * manifest.target.vocab_size
+        logit_rows = max(profile.logit_rows for profile in profiles)
+        self._logits = device.host_memory(logit_rows * width).reshape(logit_rows, width)
         self._captured: dict[int, Callable[[], None]] = {}
         self._prepared: set[int] = set()
         self._unread = deque[tuple[int, int]]()  # place to read into and block size of each cycle that is enqueued
@@ -141,6 +149,13 @@ class DeviceBackend:
     def verify(self, block: Sequence[int], position: int) -> list[int]:
         """See `Backend.verify`."""
         return self._run_target(block, position, range(len(block)))
+
+    def logits(self, rows: int) -> Array:
+        """See `Backend.logits`."""
+        found = self._logits[:rows]
+        self.device.download(found, self.buffers["target"]["logits"].address)
+        self._numbers.wait()
+        return found.view(np.float32)
 
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`."""

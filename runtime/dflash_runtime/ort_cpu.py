@@ -34,6 +34,7 @@ class OrtCpuBackend:
         self._logit_rows = np.zeros(rows, np.int64)
         self._tokens = np.zeros((1, rows), np.int64)
         (tap_width,) = (int(output.shape[-1]) for output in manifest.target.graph.outputs if output.name == "taps")
+        self._logits = np.zeros((1, rows, manifest.target.vocab_size), np.float32)
         self._taps = np.zeros((1, rows, tap_width), np.float32)
         self._waiting = np.zeros((1, rows, tap_width), np.float32)
         self._waiting_rows = self._waiting_end = 0  # tap rows of plain steps, not yet appended
@@ -66,6 +67,11 @@ class OrtCpuBackend:
     def verify(self, block: Sequence[int], position: int) -> list[int]:
         """See `Backend.verify`."""
         return self._run_target(block, position, range(len(block)))
+
+    def logits(self, rows: int) -> Array:
+        """See `Backend.logits`."""
+        found: Array = self._logits[0, :rows]
+        return found
 
     def draft(self, anchor: int, block_size: int, position: int) -> list[int]:
         """See `Backend.draft`."""
@@ -110,7 +116,8 @@ class OrtCpuBackend:
         self._ids[0, :count], self._position[0], self._logit_rows[:wanted] = ids, position, logit_rows
         inputs: dict[str, Array] = {"input_ids": self._ids[:, :count], "position": self._position}
         inputs["logit_rows"] = self._logit_rows[:wanted]
-        self._target.run(inputs, {"token_ids": self._tokens[:, :wanted], "taps": self._taps[:, :count]})
+        outputs: dict[str, Array] = {"token_ids": self._tokens[:, :wanted], "taps": self._taps[:, :count]}
+        self._target.run(inputs, {**outputs, "logits": self._logits[:, :wanted]})
         found: list[int] = self._tokens[0, :wanted].tolist()
         self._not_finite |= min(found) < 0
         return found

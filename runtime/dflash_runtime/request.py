@@ -11,6 +11,7 @@ from dflash_runtime.cycles import Round
 from dflash_runtime.decode import decode
 from dflash_runtime.errors import PromptError
 from dflash_runtime.generation import GenerationConfig, GenerationResult
+from dflash_runtime.sampling import TokenChooser
 from dflash_runtime.text_stream import TextStream
 from dflash_runtime.tokenizer import Tokenizer
 
@@ -24,10 +25,13 @@ class TextPieces(Iterator[str]):
     ) -> None:
         self._facts = len(prompt_ids), backend.name, config.fixed_block_size(manifest)
         stop_ids = manifest.text.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
+        sampled = config.needs_logits
+        self._chooser = TokenChooser(config, prompt_ids, manifest.target.vocab_size) if sampled else None
         self._rounds = decode(
             backend, prompt_ids,
             max_new_tokens=config.max_new_tokens, max_context_tokens=manifest.max_context_tokens,
             stop_token_ids=frozenset(stop_ids), block_size_of=config.block_size_of(manifest),
+            chooser=self._chooser,
         )
         self._text = TextStream((lambda ids: "") if tokenizer is None else tokenizer.decode, config.stop_strings)
         self._started_s, self._first_token_s, self._decode_s = started_s, 0.0, 0.0
@@ -50,6 +54,7 @@ class TextPieces(Iterator[str]):
             proposed_ids=[done.proposed for done in drafted],
             tokens_per_s=(len(token_ids) - 1) / self._decode_s if len(token_ids) > 1 else 0.0,
             time_to_first_token_ms=self._first_token_s * 1000, backend=backend, block_size=block_size,
+            seed=None if self._chooser is None else self._chooser.seed,
         )
 
     def close(self) -> None:

@@ -7,6 +7,9 @@ target, neither more nor fewer.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy.typing as npt
 
 from dflash_runtime.cycles import Round, accept, cut
 
@@ -60,6 +63,9 @@ class ScriptedBackend:
             history.append(true)
             drafts.append((true + 1) % VOCAB if place in self.errors_at else true)
         return drafts
+
+    def logits(self, rows: int) -> npt.NDArray[Any]:
+        raise AssertionError("greedy decoding asks for no logits")
 
     def append_context(self, rows: int, position: int) -> None:
         self.calls.append(("append", rows, position))
