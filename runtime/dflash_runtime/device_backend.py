@@ -93,9 +93,8 @@ class DeviceBackend:
         scores = next(o for o in manifest.target.graph.outputs if o.name == "logits")
         if scores.dtype != "F32":
             raise EngineError(f"The target's logits are {scores.dtype}, and tokens are chosen from fp32. {remedy}")
-        width = 4 * manifest.target.vocab_size
         logit_rows = max(profile.logit_rows for profile in profiles)
-        self._logits = device.host_memory(logit_rows * width).reshape(logit_rows, width)
+        self._logits = device.host_memory(logit_rows * 4 * manifest.target.vocab_size)
         self._captured: dict[int, Callable[[], None]] = {}
         self._prepared: set[int] = set()
         self._unread = deque[tuple[int, int]]()  # place to read into and block size of each cycle that is enqueued
@@ -152,10 +151,10 @@ class DeviceBackend:
 
     def logits(self, rows: int) -> Array:
         """See `Backend.logits`."""
-        found = self._logits[:rows]
+        found = self._logits[: rows * 4 * self.bundle.manifest.target.vocab_size]
         self.device.download(found, self.buffers["target"]["logits"].address)
         self._numbers.wait()
-        return found.view(np.float32)
+        return found.view(np.float32).reshape(rows, -1)
 
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`."""

@@ -115,6 +115,14 @@ def test_block_sizes_may_change(opened: Opened, expected: Any, seed: int) -> Non
     assert opened.tokens(prompt_of(9, seed), **options) == expected(prompt_of(9, seed), **options)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_sampled_text_is_that_of_ort_cpu(opened: Opened, expected: Any, seed: int) -> None:
+    """The target's logits come to the host; a request after it is greedy on the device again."""
+    options: Any = {"temperature": 0.3, "top_p": 0.95, "repetition_penalty": 1.1, "seed": seed, "block_size": 4}
+    assert opened.tokens(prompt_of(8), **options) == expected(prompt_of(8), **options)
+    assert opened.tokens(prompt_of(8), block_size=4) == expected(prompt_of(8), block_size=4)
+
+
 @pytest.mark.parametrize("length", [CONTEXT - 20, CONTEXT - 1, CONTEXT])
 @pytest.mark.parametrize("block", [1, 16])
 def test_the_context_is_used_to_its_last_row(opened: Opened, expected: Any, length: int, block: int) -> None:
