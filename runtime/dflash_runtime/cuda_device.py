@@ -30,6 +30,9 @@ class EngineLoader(Protocol):
     def open(self, path: Path, profiles: Sequence[EngineProfile], stream: int) -> Engine:
         """See `Device.open_engine`."""
 
+    def close(self) -> None:
+        """The engines are not used any more."""
+
 
 class CudaDevice:
     """The first GPU, with one stream.
@@ -124,6 +127,7 @@ class CudaDevice:
     def close(self) -> None:
         """See `Device.close`."""
         _call("cudaStreamSynchronize", self._stream)
+        self._loader.close()
         while self._freed_by:
             self._freed_by.pop()()
         for event in self._events:

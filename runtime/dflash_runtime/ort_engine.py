@@ -54,6 +54,9 @@ class OrtEngines:
         """See `Device.open_engine`."""
         return OrtEngine(self, path, profiles, stream)
 
+    def close(self) -> None:
+        """Sessions free themselves."""
+
 
 class OrtEngine:
     """A lowered graph; it is opened once for each profile."""
