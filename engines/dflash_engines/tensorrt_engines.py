@@ -53,6 +53,8 @@ class BuiltEngines:
     """Device memory that a copy of the weights in each engine would take on top."""
     warnings: list[str]
     """What the user should know, though the engines are good."""
+    weights_reason: str = ""
+    """Why the weights are shared or embedded, where nobody asked for either."""
 
     @property
     def engine_bytes(self) -> int:

@@ -148,7 +148,7 @@ def _text(error: Any) -> str:
 
 
 def open_on_gpu(name: str, bundle: Bundle, prefill_chunk_tokens: int, **options: Any) -> DeviceBackend:
-    """Opens `ort-cuda`, `tensorrt` or `tensorrt-rtx`; options are those of `DeviceBackend`."""
+    """Opens `ort-cuda`, `tensorrt` or `tensorrt-rtx`; options are those of `open_engines`."""
     loader: EngineLoader
     if name == "ort-cuda":
         from dflash_runtime.ort_engine import OrtEngines

@@ -238,8 +238,11 @@ class DeviceBackend:
         caches.commit(sources, profile.rows, rows, position)
 
 
-def open_engines(name: str, bundle: Bundle, device: Device, prefill_chunk_tokens: int, **options: Any) -> DeviceBackend:
+def open_engines(name: str, bundle: Bundle, device: Device, prefill_chunk_tokens: int,
+                 modes: Sequence[str] = ("shared", "embedded"), **options: Any) -> DeviceBackend:
     """Finds the engines of a backend for this GPU and opens them; options are those of `DeviceBackend`.
+
+    Of several folders the first in the order of `modes`, how engines have their weights, is taken.
 
     Raises:
         EngineError: there are none, or they were made for another GPU, TensorRT or bundle.
@@ -247,7 +250,7 @@ def open_engines(name: str, bundle: Bundle, device: Device, prefill_chunk_tokens
     """
     remedy, capability = _remedy(name, bundle), device.compute_capability
     made_for = None if device.tensorrt_version is None else capability
-    own = [folder for mode in ("shared", "embedded")
+    own = [folder for mode in modes
            for folder in engine_folders(bundle, device_tag(name, made_for, mode))]  # fmt: skip
     others = sorted((bundle.path / "engines").glob(f"{name}-sm*"))  # their record says what they are for
     folder = next((folder for folder in (*own, *others) if (folder / ENGINE_RECORD_NAME).is_file()), own[0])

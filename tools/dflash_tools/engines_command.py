@@ -27,8 +27,9 @@ _ORT = ("ort-cpu", "ort-cuda")
               help="TensorRT: a block size, anchor included; several may be given. Default: those of the bundle.")
 @click.option("--prefill-chunk", type=click.IntRange(1), default=128, show_default=True,
               help="TensorRT: prompt tokens in one call.")
-@click.option("--weights", type=click.Choice(["shared", "embedded"]), default="shared", show_default=True,
-              help="TensorRT: one copy of the weights for all engines, or one in each engine.")
+@click.option("--weights", type=click.Choice(["auto", "shared", "embedded"]), default="auto", show_default=True,
+              help="TensorRT: one copy of the weights for all engines, or one in each engine; auto measures both "
+              "where the GPU is at hand, and takes shared elsewhere.")
 @click.option("--precision", type=click.Choice(["fp16", "bf16"]),
               help="TensorRT and ort-cuda: what is computed in. Default: the bundle's precision.")
 @click.option("--fp32-residuals", is_flag=True, help="TensorRT: sum in fp32 what layers add, in fp16 and bf16 engines.")
@@ -82,6 +83,8 @@ def _build_tensorrt(
     with needs_extra(backend):
         from dflash_engines.tensorrt_engines import build_engines
         from dflash_engines.tensorrt_plan import EngineOptions
+        from dflash_tools.weights_choice import build_faster
+    mode = options["weights"]
     results = []
     for capability in capabilities or (None,):
         wanted = EngineOptions(
@@ -89,13 +92,13 @@ def _build_tensorrt(
             compute_capability=capability,
             block_sizes=options["block_sizes"],
             prefill_chunk_tokens=options["prefill_chunk"],
-            weights_mode=options["weights"],
+            weights_mode="shared" if mode == "auto" else mode,
             precision=options["precision"],
             fp32_residuals=options["fp32_residuals"],
             max_build_memory_bytes=options["max_build_memory"],
         )
         with ProgressLine() as progress:
-            results.append(build_engines(bundle, wanted, progress))
+            results.append((build_faster if mode == "auto" else build_engines)(bundle, wanted, progress))
     if as_json:
         click.echo(json.dumps({"engines": [report_json(result) for result in results]}))
         return

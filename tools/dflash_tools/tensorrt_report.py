@@ -32,6 +32,7 @@ def report_json(built: BuiltEngines) -> dict[str, Any]:
         "build_peak_bytes": built.build_peak_bytes,
         "reused": built.reused,
         "warnings": built.warnings,
+        "weights_reason": built.weights_reason,
         "engines": [
             {
                 "kind": engine.kind,
@@ -65,6 +66,7 @@ def report_lines(built: BuiltEngines) -> list[str]:
         lines.append(f"  engines {bytes_text(built.engine_bytes)}, their own copies of the weights included")
     if built.seconds:
         lines.append(f"  built in {built.seconds:.1f} s, at most {bytes_text(built.build_peak_bytes)} of memory")
+    lines += [f"  {built.weights_reason}"] if built.weights_reason else []
     lines += [f"  Warning: {warning}" for warning in built.warnings]
     lines.append("  Built, not executed: no GPU has run these engines yet.")
     return lines
