@@ -8,6 +8,7 @@ A bundle is the contract between export, engines and runtime:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -322,7 +323,9 @@ class Bundle:
         if problems:
             raise BundleError(f"{self.path}: " + "; ".join(problems) + ". Copy or build the bundle again.")
         if hashed:
-            _write_stamps(self._stamp_path(), stamps)
+            with contextlib.suppress(OSError):  # a read-only home costs one more hash at the next start, nothing else
+                self._stamp_path().parent.mkdir(parents=True, exist_ok=True)
+                write_text_atomically(self._stamp_path(), json.dumps(stamps))
         return hashed
 
     def cache_key(self) -> str:
@@ -390,11 +393,3 @@ def _read_stamps(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
-
-
-def _write_stamps(path: Path, stamps: dict[str, list[Any]]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(path, json.dumps(stamps))
-    except OSError:
-        return  # a read-only home costs one more hash at the next start, nothing else

@@ -118,7 +118,10 @@ class CudaDevice:
         try:
             work()
         finally:
-            graph = _call("cudaStreamEndCapture", self._stream)
+            error, graph = cuda.cudaStreamEndCapture(self._stream)
+        if error != cuda.cudaError_t.cudaSuccess:
+            raise BackendError(f"A cycle cannot be recorded as a CUDA graph: {_text(error)}. Open the session with "
+                               "cuda_graphs=False.")
         launchable = _call("cudaGraphInstantiate", graph, 0)
         _call("cudaGraphDestroy", graph)
         self._freed_by.append(lambda: cuda.cudaGraphExecDestroy(launchable))

@@ -75,6 +75,12 @@ def test_a_capture_is_launched_as_one(device: Any, cuda: FakeCuda) -> None:
     assert cuda.calls[-1] == ("cudaGraphLaunch", "exec", 77)
 
 
+def test_a_cycle_that_cannot_be_captured_says_what_to_do(device: Any, cuda: FakeCuda) -> None:
+    cuda.fail = {"cudaStreamEndCapture": Status.cudaErrorMemoryAllocation}
+    with pytest.raises(BackendError, match=r"cannot be recorded as a CUDA graph: .*cuda_graphs=False"):
+        device.capture(lambda: None)
+
+
 def test_engines_and_contexts(device: Any, tmp_path: Path) -> None:
     trt: Any = sys.modules["tensorrt"]
     (tmp_path / "target.engine").write_bytes(b"engine")
