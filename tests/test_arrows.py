@@ -31,6 +31,7 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "hollow_bundle",
     "lowered_check",
     "pipeline",
+    "weights_choice",
     "tiny_configs",
 } | {
     "debug_graphs",
@@ -129,8 +130,11 @@ def test_every_engines_module_imports_where_torch_is_absent() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "build", "add-drafter", "engines", "run", "inspect", "validate", "reference", "make-data", "train-drafter"],
-)
+    [
+        "", "check-pair", "build", "add-drafter", "engines", "run", "inspect", "validate", "reference", "make-data",
+        "train-drafter",
+    ],
+)  # fmt: skip
 def test_help_works_with_the_base_install(command: str) -> None:
     arguments = [*([command] if command else []), "--help"]
     code = f"from dflash_tools.cli import main\nmain({arguments!r}, prog_name='dflash-export')\n"
@@ -141,7 +145,10 @@ def test_help_works_with_the_base_install(command: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "extra"),
-    [(["build", "--target", "x"], "export"), (["add-drafter", "x", "y"], "export"), (TRAIN, "export")],
+    [
+        (["build", "--target", "x"], "export"), (["add-drafter", "x", "y"], "export"), (TRAIN, "export"),
+        (["check-pair", "x", "y"], "export"),
+    ],
 )
 def test_a_missing_package_is_named_with_its_extra(arguments: list[str], extra: str) -> None:
     done = run_without(HEAVY, f"from dflash_tools.cli import main\nmain({arguments!r})\n")

@@ -25,7 +25,7 @@ from dflash_engines.passes.skip_norm import FuseSkipNormPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.uncut_rows import UncutRowsPass
 from dflash_runtime.bundle import Bundle, GraphKind
-from dflash_runtime.engine_record import EngineRecord, open_engine
+from dflash_runtime.engine_record import HostEngineRecord, open_engine
 from dflash_runtime.errors import EngineError
 
 BACKEND = "ort-cpu"
@@ -47,7 +47,7 @@ def lower_bundle(
     bundle_path: str | os.PathLike[str],
     progress: Progress | None = None,
     activations: ActivationPrecision = DEFAULT_ACTIVATIONS,
-) -> EngineRecord:
+) -> HostEngineRecord:
     """Writes `engines/ort-cpu` for a bundle, unless one made from the same graphs by the same versions is there.
 
     Args:
@@ -127,7 +127,7 @@ def lower_model(
     return lowered
 
 
-def _fitting_record(bundle: Bundle, versions: dict[str, str]) -> EngineRecord | None:
+def _fitting_record(bundle: Bundle, versions: dict[str, str]) -> HostEngineRecord | None:
     try:
         record = open_engine(bundle, BACKEND)
     except EngineError:

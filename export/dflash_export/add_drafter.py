@@ -22,6 +22,7 @@ from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import write_graph
 from dflash_export.pair_findings import TargetSide
 from dflash_export.taps import select_taps
+from dflash_export.tensor_files import TensorPlace
 from dflash_export.text_files import TOKENIZER_FOLDER
 from dflash_export.weight_store import Progress
 from dflash_runtime.bundle import Bundle, FileFacts, Manifest, TapFacts
@@ -56,6 +57,8 @@ def plan_addition(
         vocab_size=target.vocab_size,
         model_type=target.model_type,
         stop_token_ids=tuple(manifest.text.stop_token_ids),
+        embedding=_place(bundle, target.embedding_weight),
+        head=_place(bundle, target.head_weight),
     )
     plan = plan_drafter(drafter, side, block_sizes, local_files_only)
     limit = plan.config.max_position_tokens
@@ -65,6 +68,12 @@ def plan_addition(
             f"(max_position_embeddings). Build the bundle with --max-context {limit}."
         )
     return plan
+
+
+def _place(bundle: Bundle, name: str) -> TensorPlace:
+    entry = bundle.manifest.weights[name]
+    file = bundle.file(entry.file)
+    return TensorPlace(file, entry.offset_bytes, entry.length_bytes, entry.dtype, tuple(entry.shape))
 
 
 def write_with_drafter(

@@ -8,18 +8,25 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from dflash_export.catalog import CATALOG, drafter_template_args
-from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config, with_imported_weights
+from dflash_export.checkpoint import (
+    Checkpoint,
+    find_checkpoint,
+    read_target_config,
+    with_imported_weights,
+    with_weights,
+)
 from dflash_export.drafter_build import DrafterPlan, default_block_sizes, plan_drafter
 from dflash_export.drafter_data_record import recorded_template_args
 from dflash_export.match_weights import untie_if_stored_apart
 from dflash_export.pair_findings import TargetSide
 from dflash_export.quantization import QuantizeOptions
 from dflash_export.quantized_formats.imported_place import ImportedPlace
+from dflash_export.refusals import refuse_by_config
 from dflash_export.rope_limits import exact_context_limit
 from dflash_export.tensor_files import FLOAT_DTYPES, ITEM_BYTES, TensorPlace
 from dflash_export.text_files import read_text_facts
 from dflash_export.weight_store import PRECISIONS
-from dflash_runtime.errors import CheckpointError, PairError
+from dflash_runtime.errors import CheckpointError, PairError, UnsupportedModelError
 
 DEFAULT_CONTEXT_TOKENS = 4096
 
@@ -76,10 +83,16 @@ def plan_target(options: BuildOptions) -> TargetPlan:
 
     Raises:
         CheckpointError: not found, damaged, or options the model cannot serve.
+        UnsupportedModelError: a kind of model that cannot be exported; its weights were not fetched.
     """
-    checkpoint = find_checkpoint(options.target, role="target", local_files_only=options.local_files_only)
-    checkpoint = with_imported_weights(checkpoint)
-    config = read_target_config(checkpoint)
+    local = options.local_files_only
+    checkpoint = find_checkpoint(options.target, role="target", local_files_only=local, with_weights=False)
+    config = read_target_config(checkpoint, quantized=True)
+    try:
+        refuse_by_config(config)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{checkpoint.name} cannot be exported: {error}.") from error
+    checkpoint = with_imported_weights(with_weights(checkpoint, local_files_only=local))
     notes = untie_if_stored_apart(config, checkpoint.places)
     precision = options.precision or _own_precision(checkpoint)
     if precision not in PRECISIONS:

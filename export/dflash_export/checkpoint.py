@@ -13,7 +13,6 @@ from dflash_export.catalog import CATALOG, NOT_SERVED, shipped_folder
 from dflash_export.hub_access import download
 from dflash_export.json_file import read_json
 from dflash_export.quantized_formats import read_quantized_places
-from dflash_export.quantized_formats.imported_place import ImportedPlace
 from dflash_export.tensor_files import TensorPlace, read_tensor_places
 from dflash_runtime.bundle import SourceFacts
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
@@ -66,6 +65,22 @@ def find_checkpoint(
     return _open(path, repo.split("/")[1], "hub", repo, revision, with_weights=with_weights)
 
 
+def with_weights(checkpoint: Checkpoint, *, local_files_only: bool = False) -> Checkpoint:
+    """The same checkpoint, of the same commit, with its weights.
+
+    Args:
+        checkpoint: Found without them.
+        local_files_only: Use the hub cache alone.
+
+    Raises:
+        CheckpointError: they are missing or damaged, or the hub refuses.
+    """
+    source, folder = checkpoint.source, checkpoint.folder
+    if source.kind == "hub":
+        folder, _ = download(source.id, source.revision, local_files_only=local_files_only)
+    return dataclasses.replace(checkpoint, folder=folder, places=read_tensor_places(folder))
+
+
 def _of_catalog(reference: str, role: str) -> str:
     """What a catalog name stands for, its revision after `@`; anything else is taken as it is."""
     refused = NOT_SERVED.get(reference.lower())
@@ -89,7 +104,9 @@ def _open(
     if not config.is_file():
         raise CheckpointError(f"{folder} has no config.json; it is not a Hugging Face checkpoint folder.")
     digest = hashlib.sha256(config.read_bytes()).hexdigest()
-    places = read_tensor_places(folder) if with_weights or any(folder.glob("*.safetensors*")) else {}
+    # A hub's folder may hold the index of shards that were not fetched.
+    at_hand = kind != "hub" and any(folder.glob("*.safetensors"))
+    places = read_tensor_places(folder) if with_weights or at_hand else {}
     return Checkpoint(folder, name, SourceFacts(kind, identity, revision, digest), places)
 
 
@@ -105,16 +122,19 @@ def with_imported_weights(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, places=read_quantized_places(config, checkpoint.places, checkpoint.name))
 
 
-def read_target_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+def read_target_config(checkpoint: Checkpoint, *, quantized: bool = False) -> PreTrainedConfig:
     """The target's configuration as Transformers reads it, never running code from the checkpoint.
 
+    Args:
+        checkpoint: The target.
+        quantized: A quantised checkpoint will do, its weights being read by `with_imported_weights`.
+
     Raises:
-        CheckpointError: config.json is no valid configuration, or of a quantised checkpoint whose weights have not
-            gone through `with_imported_weights`.
+        CheckpointError: config.json is no valid configuration, or one of a quantised checkpoint.
         UnsupportedModelError: the model type needs code that Transformers does not ship.
     """
     data = read_json(checkpoint.folder / "config.json")
-    if data.get("quantization_config") and not any(isinstance(p, ImportedPlace) for p in checkpoint.places.values()):
+    if data.get("quantization_config") and not quantized:
         method = data["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(f"{checkpoint.name} is quantised ({method}); this needs the original half-precision one.")
     try:

@@ -9,11 +9,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from dflash_export.checkpoint import Checkpoint, find_checkpoint
+from dflash_export.checkpoint import Checkpoint, find_checkpoint, with_weights
 from dflash_export.dequantize_nodes import linear_weights
 from dflash_export.drafter_config import DrafterConfig, read_drafter_config
 from dflash_export.drafter_trace import DrafterTables, trace_context, trace_drafter
-from dflash_export.drafter_weights import DrafterWeights, match_drafter_weights
+from dflash_export.drafter_weights import DrafterWeights, borrow_equal_tables, match_drafter_weights
 from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import write_graph
 from dflash_export.pair_check import config_findings, embedding_scale
@@ -47,7 +47,9 @@ class DrafterPlan:
     def notes(self) -> list[str]:
         """What the user should know of drafter and pair, warnings marked as such."""
         said = [f"warning: {one.sentence()}" if one.severity == WARNING else one.sentence() for one in self.findings]
-        return [*self.config.notes, *said]
+        left = ", ".join(self.weights.ignored)
+        ignored = [f"not taken from the drafter, as training's or the target's own: {left}"] if left else []
+        return [*self.config.notes, *ignored, *said]
 
     @property
     def num_parameters(self) -> int:
@@ -82,8 +84,10 @@ def plan_drafter(
         UnsupportedModelError: another kind of drafter.
         PairError: it does not fit the target; both values are named.
     """
-    checkpoint = find_checkpoint(reference, role="drafter", local_files_only=local_files_only)
+    checkpoint = find_checkpoint(reference, role="drafter", local_files_only=local_files_only, with_weights=False)
     config = read_drafter_config(checkpoint.folder)
+    require_fit(config_findings(target, config, checkpoint.places, block_sizes=block_sizes))
+    checkpoint = with_weights(checkpoint, local_files_only=local_files_only)
     findings = config_findings(target, config, checkpoint.places, block_sizes=block_sizes)
     require_fit(findings)
     weights = match_drafter_weights(config, checkpoint.places, target.vocab_size, str(checkpoint.folder))
@@ -91,7 +95,8 @@ def plan_drafter(
         target, config, checkpoint.folder, checkpoint.source.id, template_args or {}, weights.target_ids
     )
     require_fit(findings)
-    scale = config.input_embedding_scale * embedding_scale(target)
+    weights = borrow_equal_tables(weights, target.embedding, target.head)
+    scale = config.input_embedding_scale * embedding_scale(target, config)
     return DrafterPlan(checkpoint, dataclasses.replace(config, input_embedding_scale=scale), weights, tuple(findings))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_export.checkpoint import find_checkpoint, read_target_config, with_imported_weights
+from dflash_export.checkpoint import find_checkpoint, read_target_config
 from dflash_export.dequantized_weights import put_all_weights, put_dequantized
 from dflash_export.quality import perplexity, text_windows
 from dflash_export.quantized_places import ROUND_TO_NEAREST
@@ -154,7 +154,7 @@ def _load_imported(folder: Path, dtype: torch.dtype, root: Path | None, manifest
     """The plain module with the bundle's weights; that they are the checkpoint's is what the import has to see to."""
     assert root is not None
     reference = TargetReference.hollow(
-        read_target_config(with_imported_weights(find_checkpoint(str(folder), role="target"))), dtype
+        read_target_config(find_checkpoint(str(folder), role="target"), quantized=True), dtype
     )
     put_all_weights(reference.model, root, manifest)
     return reference

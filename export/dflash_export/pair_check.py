@@ -172,27 +172,29 @@ def _window(target: TargetSide, drafter: DrafterConfig) -> list[Finding]:
 
 
 def _embedding_scale(target: TargetSide, drafter: DrafterConfig) -> list[Finding]:
-    if not scales_its_embedding(target.model_type):
+    if not target.scales_its_embedding:
         return []
+    scale = embedding_scale(target, drafter)
+    other = target.width_root if scale == 1 else 1 / scale
     return [
         Finding(
             NOTE, "embedding",
-            f"{target.model_type} multiplies its embedding by the root of its width, and its drafters were trained on "
-            f"that; the drafter's rows are multiplied by {embedding_scale(target):g} times its own "
-            f"{drafter.input_embedding_scale:g}.",
-            "This was never compared with a real pair here.", "Compare acceptance with its card.",
+            f"{target.model_type} multiplies its embedding by the root of its width. Drafters in {drafter.layout} "
+            f"layout are taken to be trained on {'the raw table' if scale == 1 else 'that'}, so the drafter's rows are "
+            f"multiplied by {scale:g}.",
+            "This was never compared with a real pair here; a wrong factor costs acceptance.",
+            f"If it was trained otherwise, multiply input_embedding_scale in its config by {other:g}.",
         )
     ]  # fmt: skip
 
 
-def scales_its_embedding(model_type: str) -> bool:
-    """Whether the embedding module of a target multiplies the table's rows, so that its drafters saw them so."""
-    return model_type.startswith("gemma")
+def embedding_scale(target: TargetSide, drafter: DrafterConfig) -> float:
+    """What the drafter's rows of the target's embedding table are multiplied by, beside its own factor.
 
-
-def embedding_scale(target: TargetSide) -> float:
-    """What the target's embedding module multiplies the table's rows by."""
-    return float(target.hidden_size**0.5) if scales_its_embedding(target.model_type) else 1.0
+    z-lab's drafters see a Gemma's rows as its embedding module gives them (vLLM's and MLX's code for them, by z-lab's
+    authors), Transformers' assistants too. The library speculators (0.9.0) trains on the raw table.
+    """
+    return target.width_root if target.scales_its_embedding and drafter.layout != "speculators" else 1.0
 
 
 def _vocabulary(target: TargetSide, drafter: DrafterConfig) -> list[Finding]:

@@ -7,13 +7,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from dflash_export.checkpoint import Checkpoint
+from dflash_export.tensor_files import TensorPlace
+from dflash_export.weight_store import TORCH_DTYPES
 from dflash_runtime.errors import PairError
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 SEVERITIES = (ERROR, WARNING, NOTE)
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
 WRONG_PAIR = "Give the drafter that was trained for this target."
 
 
@@ -50,6 +55,21 @@ class TargetSide:
     """Bases of its rotary embeddings; empty where they are not known."""
     stop_token_ids: tuple[int, ...] = ()
     head_has_bias: bool = False
+    embedding: TensorPlace | None = None
+    """Its embedding table, where the weights are at hand."""
+    head: TensorPlace | None = None
+    """Its output head; the embedding where they are tied."""
+
+    @property
+    def scales_its_embedding(self) -> bool:
+        """Whether its embedding module multiplies the table's rows by the root of its width."""
+        return self.model_type.startswith("gemma")
+
+    @property
+    def width_root(self) -> float:
+        """That root, in the table's precision, as the module computes it."""
+        stored = TORCH_DTYPES.get(self.embedding.dtype) if self.embedding is not None else None
+        return float(torch.tensor(self.hidden_size**0.5, dtype=stored or torch.float32))
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, config: PreTrainedConfig, stops: Iterable[int] = ()) -> TargetSide:
@@ -61,6 +81,7 @@ class TargetSide:
             stops: Ids of its stop tokens.
         """
         text = config.get_text_config()
+        embedding = _place(checkpoint, _EMBEDDINGS)
         return cls(
             name=checkpoint.source.id if checkpoint.source.kind == "hub" else checkpoint.name,
             tokenizer_folder=checkpoint.folder,
@@ -71,7 +92,13 @@ class TargetSide:
             rope_bases=_rope_bases(text),
             stop_token_ids=tuple(stops),
             head_has_bias=any(name.endswith("lm_head.bias") for name in checkpoint.places),
+            embedding=embedding,
+            head=_place(checkpoint, _HEADS) or embedding,
         )
+
+
+def _place(checkpoint: Checkpoint, endings: tuple[str, ...]) -> TensorPlace | None:
+    return next((place for name, place in checkpoint.places.items() if name.endswith(endings)), None)
 
 
 def _rope_bases(text: PreTrainedConfig) -> tuple[float, ...]:

@@ -57,7 +57,11 @@ def bundle(exported: Make, tmp_path: Path) -> Path:
     return shutil.copytree(exported(PAIR), tmp_path / "bundle")
 
 
-@pytest.mark.parametrize("pair", [AUTHOR_PAIRS[1], AUTHOR_PAIRS[5]], ids=lambda pair: pair.name)
+QUICK = (1, 5)
+PAIRS = [pytest.param(p, id=p.name, marks=[] if i in QUICK else pytest.mark.slow) for i, p in enumerate(AUTHOR_PAIRS)]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
 def test_the_reference_says_what_the_authors_package_says(exported: Make, pair: Pair) -> None:
     bundle = exported(pair)
     authors, reference = Authors(bundle.parent), made(bundle, new_tokens=24)
@@ -66,7 +70,8 @@ def test_the_reference_says_what_the_authors_package_says(exported: Make, pair: 
         assert text.tokens == theirs.token_ids
         assert [one.proposed for one in text.rounds] == theirs.proposed_ids
         assert [len(one.committed) for one in text.rounds] == theirs.acceptance_lengths
-    assert validated(bundle, reference).passed
+    for name in ("ort-cpu", "portable"):
+        assert validated(bundle, reference, name).passed
 
 
 def test_dflash2_and_its_selector(tmp_path: Path) -> None:
@@ -159,6 +164,10 @@ def test_a_damaged_or_foreign_reference_is_refused(bundle: Path, tmp_path: Path)
         read_reference(tmp_path / "short.npz")
     with pytest.raises(BundleError, match="holds 0 references"):
         find_reference(Bundle.open(bundle), tmp_path)
+    reference = read_reference(place)
+    older = dataclasses.replace(reference.facts, drafter_config_sha256=None)
+    with pytest.raises(BundleError, match="a drafter of config None"):
+        validated(bundle, dataclasses.replace(reference, facts=older))
     write_target(bundle.parent / "other", "llama")
     with pytest.raises(PairError, match="sha256"):
         build_reference(Bundle.open(bundle), str(bundle.parent / "other"), None, quiet)

@@ -9,12 +9,16 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
 from tiny_models import write_drafter, write_target
+from transformers import Qwen3NextConfig
 
 from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.catalog import CATALOG, NOT_SERVED, CatalogEntry
 from dflash_export.checkpoint import find_checkpoint
 from dflash_export.drafter_config import read_drafter_config
+from dflash_export.pair_report import examine_pair
+from dflash_export.tensor_files import read_tensor_places
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -66,6 +70,35 @@ def test_an_interrupted_download_is_not_taken_for_a_checkpoint(cache: Path) -> N
     with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors file"):
         find(REPO)
     assert find(REPO, with_weights=False) == (NEW, NEW)
+
+
+def test_wrong_kinds_are_refused_before_their_weights_are_fetched(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target of gigabytes with layers that cannot be rolled back, and a drafter with extra heads."""
+    fetched = []
+    real = huggingface_hub.snapshot_download
+
+    def watched(repo: str, **asked: Any) -> str:
+        fetched.append((repo, "*.safetensors" in asked["allow_patterns"]))
+        return str(real(repo, **asked))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", watched)
+    options = {"local_files_only": True}
+    write_drafter(cache / "models--x--domino" / "snapshots" / OLD, dflash_config={"projector_type": "domino"})
+    with pytest.raises(UnsupportedModelError, match="domino"):
+        plan_build(BuildOptions(REPO, f"x/domino@{OLD}", **options))  # type: ignore[arg-type]
+    assert ("x/domino", True) not in fetched and (REPO, True) in fetched
+    config = cache / "models--somebody--tiny" / "snapshots" / NEW / "config.json"
+    Qwen3NextConfig(num_hidden_layers=4, hidden_size=64, vocab_size=512).save_pretrained(config.parent)
+    (config.parent / "model.safetensors").rename(config.parent / "model-00001-of-00002.safetensors")
+    (config.parent / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'
+    )
+    fetched.clear()
+    with pytest.raises(UnsupportedModelError, match="cannot be exported: its layers of kind linear_attention"):
+        plan_build(BuildOptions(REPO, **options))  # type: ignore[arg-type]
+    assert fetched == [(REPO, False)]
 
 
 class Client:
@@ -124,6 +157,39 @@ def test_what_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         read_drafter_config(found.folder)
     find_checkpoint(REPO, role="target", with_weights=False)
     assert not any("safetensors" in pattern for pattern in client.asked["allow_patterns"])
+
+
+def test_check_pair_reads_headers_and_fetches_no_weights(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = cache / "models--x--drafter" / "snapshots" / OLD
+    write_drafter(drafter)
+    real, asked = huggingface_hub.snapshot_download, []
+
+    def offline(repo: str, **options: Any) -> str:
+        asked.append((repo, "*.safetensors" in options["allow_patterns"]))
+        return str(real(repo, **{**options, "local_files_only": True}))
+
+    def headers(repo: str, revision: str) -> Any:
+        assert (repo, revision) == ("x/drafter", OLD)
+        tensors = {
+            name: TensorInfo(place.dtype, list(place.shape), (0, place.length_bytes))
+            for name, place in read_tensor_places(drafter).items() if name != gone
+        }  # fmt: skip
+        return SafetensorsRepoMetadata(None, False, {}, {"model.safetensors": SafetensorsFileMetadata({}, tensors)})
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", headers)
+    gone = ""
+    assert examine_pair(REPO, f"x/drafter@{OLD}").findings == []
+    assert asked == [(REPO, False), ("x/drafter", False)]
+    gone = "norm.weight"
+    assert "lacks 1 of" in examine_pair(REPO, f"x/drafter@{OLD}").findings[0].text
+
+    def foreign(repo: str, revision: str) -> Any:
+        raise errors.NotASafetensorsRepoError("weight files of other names")
+
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", foreign)
+    assert examine_pair(REPO, f"x/drafter@{OLD}").findings == []
+    assert asked[-1] == ("x/drafter", True)
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -16,10 +17,11 @@ from tiny_models import edit_json, write_drafter, write_target
 from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.catalog import CATALOG
 from dflash_export.drafter_config import read_drafter_config
+from dflash_export.pair_check import embedding_scale
 from dflash_export.pair_findings import ERROR, NOTE, WARNING, Finding, TargetSide
 from dflash_export.pair_report import PairReport, examine_pair
 from dflash_export.pair_text_check import text_findings
-from dflash_export.tensor_files import read_tensor_places
+from dflash_export.tensor_files import TensorPlace, read_tensor_places
 from dflash_runtime.errors import CheckpointError, PairError
 
 Examine = Callable[..., PairReport]
@@ -208,6 +210,11 @@ def test_a_gemma_target_scales_the_drafters_embedding(tmp_path: Path) -> None:
     assert plan.drafter is not None
     assert plan.drafter.config.input_embedding_scale == 8.0  # the root of 64
     assert any("multiplies its embedding by the root of its width" in note for note in plan.notes)
+    config = dataclasses.replace(read_drafter_config(tmp_path / "drafter"), layout="speculators")
+    side = TargetSide("t", tmp_path, 4, 64, 512, "gemma4_text")
+    assert (embedding_scale(side, config), embedding_scale(side, dataclasses.replace(config, layout="z-lab"))) == (1, 8)
+    half = TensorPlace(tmp_path, 0, 0, "BF16", ())
+    assert dataclasses.replace(side, hidden_size=5376, embedding=half).width_root == 73.5  # as the module rounds it
 
 
 def test_linear_attention_targets_are_refused_by_name(tmp_path: Path, target: Path) -> None:
@@ -240,3 +247,6 @@ def test_the_targets_weights_are_not_needed(target: Path, examine: Examine, tmp_
     (bare / "model.safetensors").unlink()
     assert examine(of=bare).findings == []
     assert read_tensor_places(target)
+    (bare / "tokenizer.json").unlink()
+    finding = only(examine(of=bare))
+    assert finding.severity == NOTE and "mask id and tokenizers were not looked at" in finding.text

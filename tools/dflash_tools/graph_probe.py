@@ -23,6 +23,12 @@ class GraphProbe(Protocol):
     precision: str
     """fp32, fp16 or bf16: what it computes in."""
 
+    shows_block_rows: bool
+    """Whether the drafter's own key and value rows of a block are handed out."""
+
+    def can_draft(self, size: int) -> bool:
+        """Whether it drafts blocks of this size as such, and not as a larger block that is cut."""
+
     def reset(self) -> None:
         """Empty caches."""
 
@@ -36,7 +42,7 @@ class GraphProbe(Protocol):
         """One draft from anchor and mask ids: draft logits [b-1, V], draft ids, the block's own cache rows."""
 
     def cache_rows(self, model: str) -> Tensors:
-        """All rows of the caches of `target` or `drafter`, by name."""
+        """The rows of the caches of `target` or `drafter` from the first to the last that was written, by name."""
 
 
 def joined_taps(tensors: Tensors) -> Array:
@@ -53,6 +59,7 @@ class ProbeBackend:
         self.probe, self.name, self.prefill_chunk_tokens = probe, probe.name, prefill_chunk_tokens
         self._mask_token_id = None if manifest.drafter is None else manifest.drafter.mask_token_id
         self._taps: Array | None = None
+        self._logits: Array | None = None
 
     def reset(self) -> None:
         """See `Backend.reset`."""
@@ -73,6 +80,11 @@ class ProbeBackend:
         block = [anchor, *[self._mask_token_id] * (block_size - 1)]
         return [int(token) for token in self.probe.draft(block, position)["draft_ids"][:, 0]]
 
+    def logits(self, rows: int) -> Array:
+        """See `Backend.logits`."""
+        assert self._logits is not None, "nothing was scored yet"
+        return self._logits[-rows:]
+
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`."""
         if self._mask_token_id is not None and self._taps is not None:
@@ -87,5 +99,5 @@ class ProbeBackend:
 
     def _target(self, ids: Sequence[int], position: int) -> list[int]:
         found = self.probe.target(ids, position)
-        self._taps = joined_taps(found)
+        self._taps, self._logits = joined_taps(found), found["logits"]
         return [int(token) for token in found["token_ids"][:, 0]]

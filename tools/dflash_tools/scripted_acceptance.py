@@ -8,6 +8,9 @@ it, because other proposals have to be verified once more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
 
 from dflash_runtime.backend import Backend
 
@@ -69,6 +72,10 @@ class ScriptedBackend:
     def verify(self, block: Sequence[int], position: int) -> list[int]:
         """See `Backend.verify`."""
         return self._backend.verify(block, position)
+
+    def logits(self, rows: int) -> npt.NDArray[Any]:
+        """See `Backend.logits`."""
+        return self._backend.logits(rows)
 
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
 
 from dflash_runtime.backend import Backend
 
@@ -60,6 +63,10 @@ class TimedBackend:
         said = self._backend.verify(block, position)
         self._note("verify", len(block), started)
         return said
+
+    def logits(self, rows: int) -> npt.NDArray[Any]:
+        """See `Backend.logits`."""
+        return self._backend.logits(rows)
 
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`."""

@@ -31,6 +31,7 @@ class TorchOracle:
     """
 
     name = "PyTorch"
+    shows_block_rows = True
 
     def __init__(
         self, target: TargetReference, tap_layer_ids: Sequence[int], drafter: Drafter | None, precision: str,
@@ -83,6 +84,10 @@ class TorchOracle:
             own, _ = drafter.weights.table_names(f"{name}.weight", "")
             name = own.removesuffix(".weight")
         return cls(target, tap_layer_ids, module, precision, name)
+
+    def can_draft(self, size: int) -> bool:
+        """See `GraphProbe.can_draft`."""
+        return True
 
     def reset(self) -> None:
         """See `GraphProbe.reset`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dflash_runtime import GenerationConfig, Session
 from dflash_runtime.backend import Backend
@@ -47,7 +47,8 @@ class AcceptanceGap:
 
 
 def check_acceptance(
-    session: Session, backend: Backend, reference: Reference, bounds: Bounds, facts: Sequence[Fact], graphs_right: bool
+    session: Session, backend: Backend, reference: Reference, bounds: Bounds, facts: Sequence[Fact], graphs_right: bool,
+    can_draft: Callable[[int], bool],
 ) -> tuple[Verdict, AcceptanceGap]:
     """Drafts every text, freely and from the reference's own state before each round.
 
@@ -58,6 +59,8 @@ def check_acceptance(
         bounds: fp32 allows no difference; half precision one within a multiple of PyTorch's own change of margins.
         facts: About the pair.
         graphs_right: Whether level graph passed, which tells numerics from other causes.
+        can_draft: Whether the engine drafts blocks of a size as such; rounds of other sizes, as the last ones of a
+            text are, are not compared.
     """
     rows, first = [fact.row() for fact in facts], next((f.divergence() for f in facts if f.is_wrong), None)
     texts, lengths, same_rounds = reference.facts.texts, list[list[int]](), 0
@@ -65,9 +68,12 @@ def check_acceptance(
         config = GenerationConfig(max_new_tokens=len(text.tokens), block_size=text.block_size, stop_token_ids=())
         result = session.generate(text.ids, config)
         lengths.append(result.acceptance_lengths)
-        expected = [one.proposed for one in text.rounds], [len(one.committed) for one in text.rounds]
-        same_rounds += (result.proposed_ids, result.acceptance_lengths) == expected
-    found = _differences(backend, reference)
+        count = next((n for n, one in enumerate(text.rounds) if not can_draft(1 + len(one.proposed))), len(text.rounds))
+        rounds = text.rounds[:count]
+        same_rounds += count > 0 and result.proposed_ids[:count] == [one.proposed for one in rounds] and (
+            result.acceptance_lengths[:count] == [len(one.committed) for one in rounds]
+        )
+    found = _differences(backend, reference, can_draft)
     rows.append(_proposal_row(found, reference, bounds))
     if bounds.exact:
         wrong = float(len(texts) - same_rounds)
@@ -75,15 +81,19 @@ def check_acceptance(
         rows.append(CheckRow("acceptance", "rounds", wrong, 0.0, wrong == 0, covered))
     if first is None and not all(row.passed for row in rows):
         first = _divergence(found, bounds)
-    gap = _gap(lengths, reference, facts, found, graphs_right)
+    gap = _gap(lengths, reference, facts, _engine_cause(rows, found, bounds, graphs_right))
     return judge("acceptance", rows, first, [gap.text()]), gap
 
 
-def _differences(backend: Backend, reference: Reference) -> list[ProposalDifference]:
+def _differences(
+    backend: Backend, reference: Reference, can_draft: Callable[[int], bool]
+) -> list[ProposalDifference]:
     found = []
     for index, text in enumerate(reference.facts.texts):
         _, proposals, _ = replay_rounds(backend, text)
         for number, (one, proposed) in enumerate(zip(text.rounds, proposals, strict=True)):
+            if not can_draft(1 + len(proposed)):
+                continue
             pairs = list(enumerate(zip(proposed, one.proposed, strict=True)))
             wrong = [slot for slot, (ours, theirs) in pairs if ours != theirs]
             if not reference.facts.pair.proposes_likeliest:
@@ -123,13 +133,23 @@ def _divergence(found: Sequence[ProposalDifference], bounds: Bounds) -> Divergen
 
 
 def _gap(
-    lengths: Sequence[Sequence[int]], reference: Reference, facts: Sequence[Fact],
-    found: Sequence[ProposalDifference], graphs_right: bool,
+    lengths: Sequence[Sequence[int]], reference: Reference, facts: Sequence[Fact], engine_cause: str | None
 ) -> AcceptanceGap:
     ours = mean_acceptance(lengths)
     theirs = mean_acceptance([[len(one.committed) for one in text.rounds] for text in reference.facts.texts])
     means = [1.0 if mean is None else mean.over_rounds for mean in (ours, theirs)]
     cause = next((fact.cause for fact in facts if fact.is_wrong), None)
-    if cause is None and (found or means[0] != means[1]):
-        cause = "numerics or state of the engine" if graphs_right else "graphs: see the first tensor of level graph"
-    return AcceptanceGap(means[0], means[1], cause)
+    if cause is None and means[0] != means[1]:
+        cause = engine_cause or "numerics"
+    return AcceptanceGap(means[0], means[1], cause or engine_cause)
+
+
+def _engine_cause(
+    rows: Sequence[CheckRow], found: Sequence[ProposalDifference], bounds: Bounds, graphs_right: bool
+) -> str | None:
+    """The class of cause where the pair's facts are right, None where the engine is right as well."""
+    if not graphs_right:
+        return "graphs: see the first tensor of level graph"
+    if found and not bounds.exact and all(row.passed for row in rows):
+        return "numerics"
+    return None if all(row.passed for row in rows) else "state or loop of the engine"

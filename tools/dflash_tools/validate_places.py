@@ -16,18 +16,18 @@ class Place(NamedTuple):
 
 # First match decides; names are those of modules, `:input` marks what goes into one.
 _PARTS = (
-    (r"(^|\.)(o_proj|out_proj|dense|c_proj|wo|attention_output)(:input)$", "attention"),
+    (r"(^|\.)(o_proj|out_proj|dense|(self_)?attn\.c_proj|wo)(:input)$", "attention"),
     (r"(_conv\.|(k_proj|gate_proj):input$)", "convolution"),
     (r"candidate_selector", "selector"),
     (r"(^|\.)(mlp|feed_forward|ffn|block_sparse_moe|experts?)(\.|$)", "MLP"),
     (r"(^|\.)(gate_proj|up_proj|down_proj|gate_up_proj|fc1|fc2|c_fc)(:input)?$", "MLP"),
     (r"(^|\.)drafter\.(fc|hidden_norm)$", "context"),
-    (r"norm", "norm"),
-    (r"(^|\.)(qkv_proj|qkv|query_key_value|c_attn|Wqkv)$", "q/k/v"),
-    (r"(^|\.)(q_proj|query|q)$", "q"),
+    (r"norm|(^|\.)ln_", "norm"),
+    (r"(^|\.)(qkv_proj|qkv|query_key_value|c_attn|kv_\w+)$", "q/k/v"),
+    (r"(^|\.)(q_proj|q_[ab]_proj|query|q)$", "q"),
     (r"(^|\.)(k_proj|key|k)$", "k"),
     (r"(^|\.)(v_proj|value|v)$", "v"),
-    (r"(^|\.)(o_proj|out_proj|dense|c_proj|wo)$", "attention output"),
+    (r"(^|\.)(o_proj|out_proj|dense|attn\.c_proj|wo)$", "attention output"),
     (r"embed|wte", "embedding"),
     (r"^(draft_)?logits$|lm_head", "head"),
     (r"_ids$", "argmax"),

@@ -10,7 +10,7 @@ from dflash_runtime.backend import Backend
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools.reference_calls import capacity_rows
-from dflash_tools.reference_file import Reference
+from dflash_tools.reference_file import Reference, require_fitting
 from dflash_tools.reference_making import Progress
 from dflash_tools.validate_acceptance import AcceptanceGap, check_acceptance
 from dflash_tools.validate_comparison import Bounds
@@ -55,9 +55,10 @@ def validate(
         levels: Which of them.
 
     Raises:
-        BundleError: the reference has no bounds for the engine's precision.
+        BundleError: the reference is of another pair, or has no bounds for the engine's precision.
         DFlashError: the engine cannot be opened.
     """
+    require_fitting(reference, bundle)
     bounds = Bounds(reference, engine.precision)
     rows = capacity_rows(reference.facts.calls, max(bundle.manifest.block_sizes))
     verdicts: dict[str, Verdict] = {}
@@ -70,19 +71,23 @@ def validate(
     if "state" in levels:
         progress("validate state", 0, 1)
         verdicts["state"] = check_state(engine.open_backend(rows), reference, bounds)
+        first = verdicts["state"].first
+        if first is not None and "graph" in verdicts and verdicts["graph"].status == FAILED:
+            first = dataclasses.replace(first, cause="what level graph names first: these rows are made by its graphs")
+            verdicts["state"] = dataclasses.replace(verdicts["state"], first=first)
         progress("validate state", 1, 1)
     gap = None
     if {"tokens", "acceptance", "speed"} & set(levels):
         backend = engine.backend()
         with Session(bundle, backend, Tokenizer.open(bundle)) as session:
-            gap = _words(bundle, session, backend, reference, bounds, levels, verdicts, progress)
+            gap = _words(bundle, session, engine, backend, reference, bounds, levels, verdicts, progress)
     ordered = [verdicts[level] for level in LEVELS if level in verdicts]
     return Validation(str(bundle.path), engine.name, engine.precision, reference.facts.oracle, ordered, gap)
 
 
 def _words(
-    bundle: Bundle, session: Session, backend: Backend, reference: Reference, bounds: Bounds, levels: Sequence[str],
-    verdicts: dict[str, Verdict], progress: Progress,
+    bundle: Bundle, session: Session, engine: Engine, backend: Backend, reference: Reference, bounds: Bounds,
+    levels: Sequence[str], verdicts: dict[str, Verdict], progress: Progress,
 ) -> AcceptanceGap | None:
     """The levels that need a session."""
     manifest, gap = bundle.manifest, None
@@ -97,7 +102,9 @@ def _words(
         elif level == "acceptance":
             right = "graph" not in verdicts or verdicts["graph"].status != FAILED
             pair = drafting_facts(bundle, reference.facts)
-            verdicts[level], gap = check_acceptance(session, backend, reference, bounds, pair, right)
+            verdicts[level], gap = check_acceptance(
+                session, backend, reference, bounds, pair, right, engine.can_draft
+            )
         else:
             text = reference.facts.texts[0]
             verdicts[level] = check_speed(session, text, text.block_size if sizes else None)
@@ -110,10 +117,11 @@ def _closer(verdict: Verdict, bundle: Bundle, reference: Reference, engine: Engi
     try:
         from dflash_tools.validate_bisect import look_inside
     except ModuleNotFoundError as error:
+        extra = "ort" if error.name == "onnxruntime" else "engines"
         note = f"the first tensor is named from what the engine hands out; finer parts need {error.name}: "
-        return dataclasses.replace(verdict, notes=[*verdict.notes, note + "pip install 'dflash-export[engines]'"])
+        return dataclasses.replace(verdict, notes=[*verdict.notes, f"{note}pip install 'dflash-export[{extra}]'"])
     found, asked = look_inside(bundle, reference, engine.name, engine.precision, bad)
     if found is None:
-        note = f"finer parts: {asked or 'no debug engine'} of that precision does not show the fault"
+        note = f"the fault is the engine's own: it does not show on {asked or 'a debug engine, as there is none here'}"
         return dataclasses.replace(verdict, notes=[*verdict.notes, note])
     return dataclasses.replace(verdict, first=found)
