@@ -22,6 +22,7 @@ from dflash_engines.passes.row_gather import RowGatherPass
 from dflash_engines.passes.skip_norm import FuseSkipNormPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.uncut_rows import UncutRowsPass
+from dflash_engines.portable_graph import load_portable
 from dflash_runtime.bundle import Bundle, GraphKind
 from dflash_runtime.engine_record import EngineRecord, open_engine
 from dflash_runtime.errors import EngineError
@@ -62,7 +63,7 @@ def lower_bundle(bundle_path: str | os.PathLike[str], progress: Progress | None 
     for kind, file in files.items():
         if progress is not None:
             progress("lower", len(lowered), len(files))
-        lowered[file] = lower_model(ir.load(bundle.file(file)), kind)
+        lowered[file] = lower_model(load_portable(bundle, file), kind)
     record = partial(host_record, bundle, BACKEND, list(lowered), versions, _EXECUTION_PRECISION)
     return write_engine(bundle, BACKEND, lowered, record)
 

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-import onnx_ir as ir
-
 from dflash_engines.build_process import FinishedBuild, run_build
 from dflash_engines.builder_memory import builder_peak_bytes
 from dflash_engines.call_profiles import call_profiles
+from dflash_engines.portable_graph import load_portable
 from dflash_engines.tensorrt_build import BuildOrder
 from dflash_engines.tensorrt_network import Network, make_network
 from dflash_engines.tensorrt_versions import VersionRow
@@ -98,7 +97,7 @@ class EnginePlan:
     def network(self, kind: str, file: str) -> Network:
         """The network of one graph."""
         return make_network(
-            ir.load(self.bundle.file(file)), kind, self.row, precision=self.precision,  # type: ignore[arg-type]
+            load_portable(self.bundle, file), kind, self.row, precision=self.precision,  # type: ignore[arg-type]
             capacity_rows=self.capacity_rows, share_weights=self.options.weights_mode == "shared",
             fp32_residuals=self.options.fp32_residuals,
         )  # fmt: skip

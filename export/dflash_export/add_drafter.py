@@ -12,7 +12,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
 from transformers import PreTrainedConfig
 
 from dflash_export.build import describe, provenance
@@ -20,7 +19,7 @@ from dflash_export.catalog import drafter_template_args
 from dflash_export.drafter_build import DrafterPlan, default_block_sizes, plan_drafter, trace_and_store_drafter
 from dflash_export.drafter_data_record import recorded_template_args
 from dflash_export.graph_facts import finish_interface
-from dflash_export.graph_files import write_graph
+from dflash_export.graph_files import load_graph, weights_by_name, write_graph
 from dflash_export.taps import select_taps
 from dflash_export.text_files import TOKENIZER_FOLDER
 from dflash_export.weight_store import Progress
@@ -84,12 +83,13 @@ def write_with_drafter(
             _link(bundle.file(name), root / name)
             facts[name] = old.files[name]
     weights = {n: e for n, e in old.weights.items() if not n.startswith("drafter.")}
-    model = ir.load(bundle.file(old.target.graph.file))
+    by_name = weights_by_name(bundle.path, weights, old.target.graph.file)
+    model = load_graph(bundle.path, weights, old.target.graph.file)
     taps = TapFacts(list(plan.config.target_layer_ids), "drafter")
     select_taps(model, taps.layer_ids, old.target.hidden_size)
     windows = [tensor.window_tokens for tensor in old.target.graph.state[0::2]]
     graph = finish_interface(model, "target", old.target.graph.file, windows)
-    write_graph(model, weights, root, graph.file)
+    write_graph(model, weights, root, graph.file, by_name)
     found = plan.checkpoint
     known = {**drafter_template_args(found.source.id), **recorded_template_args(found.folder)}
     manifest = dataclasses.replace(
@@ -103,7 +103,7 @@ def write_with_drafter(
         checks=[row for row in old.checks if row.stage in ("portable", "precision") and "draft" not in row.tensor],
         provenance=provenance(),
     )
-    manifest, more = trace_and_store_drafter(plan, root, manifest, progress)
+    manifest, more = trace_and_store_drafter(plan, root, manifest, progress, by_name=by_name)
     return describe(root, manifest, facts | more)
 
 

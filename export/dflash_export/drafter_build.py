@@ -7,6 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from dflash_export.bring_weights import bring_weights
+from dflash_export.build_stages import BuildStages
 from dflash_export.checkpoint import Checkpoint, find_checkpoint
 from dflash_export.drafter_config import DrafterConfig, read_drafter_config
 from dflash_export.drafter_trace import DrafterTables, trace_context, trace_drafter
@@ -14,7 +16,8 @@ from dflash_export.drafter_weights import DrafterWeights, match_drafter_weights
 from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import write_graph
 from dflash_export.pair_check import check_pair, check_tokenizers
-from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES, Progress, store_weights
+from dflash_export.weight_links import COPY
+from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES, Progress
 from dflash_runtime.bundle import DrafterFacts, FileFacts, Manifest
 from dflash_runtime.errors import PairError
 
@@ -31,6 +34,8 @@ class DrafterPlan:
     checkpoint: Checkpoint
     config: DrafterConfig
     weights: DrafterWeights
+    weights_mode: str = COPY
+    """`clone`, `link` or `copy`: how the weights come into the bundle."""
 
     @property
     def num_parameters(self) -> int:
@@ -78,7 +83,12 @@ def default_block_sizes(drafter: DrafterConfig | None) -> list[int]:
 
 
 def trace_and_store_drafter(
-    plan: DrafterPlan, root: Path, manifest: Manifest, progress: Progress
+    plan: DrafterPlan,
+    root: Path,
+    manifest: Manifest,
+    progress: Progress,
+    stages: BuildStages | None = None,
+    by_name: frozenset[str] = frozenset(),
 ) -> tuple[Manifest, dict[str, FileFacts]]:
     """Adds a drafter's graphs and weights to a bundle under construction.
 
@@ -87,9 +97,11 @@ def trace_and_store_drafter(
         root: Bundle folder.
         manifest: The bundle so far, its taps already those of the drafter.
         progress: Called with stage, done, total.
+        stages: What a killed build left.
+        by_name: Weights of the target that graphs take as inputs.
 
     Returns:
-        The manifest with the drafter, and facts of the weight file.
+        The manifest with the drafter, and facts of the weight files.
 
     Raises:
         PairError: the target's head has a bias.
@@ -109,13 +121,15 @@ def trace_and_store_drafter(
     tables = DrafterTables(embedding, head, target.vocab_size, plan.weights.target_ids)
     draft = trace_drafter(plan.config, tables, TORCH_DTYPES[dtype])
     progress("trace drafter", 2, 2)
-    stored = store_weights(root, DRAFTER_WEIGHTS, plan.weights.bundle_places, dtype, progress)
+    places, stages = plan.weights.bundle_places, stages or BuildStages(None)
+    stored = bring_weights(root, "drafter", places, dtype, plan.weights_mode, progress, stages)
     windows = plan.config.windows
     context_facts = finish_interface(context, "drafter_context", CONTEXT_GRAPH, windows)
     draft_facts = finish_interface(draft, "drafter", DRAFTER_GRAPH, windows)
     entries = {**manifest.weights, **stored.entries}
-    write_graph(context, entries, root, CONTEXT_GRAPH)
-    write_graph(draft, entries, root, DRAFTER_GRAPH)
+    by_name |= stored.by_name
+    write_graph(context, entries, root, CONTEXT_GRAPH, by_name)
+    write_graph(draft, entries, root, DRAFTER_GRAPH, by_name)
     facts = DrafterFacts(
         name=plan.checkpoint.name,
         source=plan.checkpoint.source,
@@ -129,4 +143,4 @@ def trace_and_store_drafter(
         graph=draft_facts,
     )
     manifest = dataclasses.replace(manifest, drafter=facts, weights=entries)
-    return manifest, {stored.file_name: stored.facts}
+    return manifest, stored.files

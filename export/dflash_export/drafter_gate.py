@@ -18,6 +18,7 @@ from dflash_export.deviation import Array, Worst, deviation
 from dflash_export.drafter import Drafter, draft_without_cache, proposals_by_definition
 from dflash_export.drafter_build import DrafterPlan
 from dflash_export.drafter_weights import CODEBOOKS, PREFIX, load_drafter, set_parameter
+from dflash_export.graph_files import load_graph
 from dflash_export.graph_runner import GraphRunner
 from dflash_export.parity import EXACT_TOLERANCE, ROUNDED_FACTOR, PrecisionPasses, serialise
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
@@ -175,7 +176,7 @@ class DrafterGate:
 
     def _open(self, file: str, half: bool) -> GraphRunner:
         facts = self.facts.graph if file == self.facts.graph.file else self.facts.context_graph
-        model = ir.load(self.root / file)
+        model = load_graph(self.root, self.manifest.weights, file)
         if self.token_rows is not None:
             self._cut_tables(model, self.token_rows)
         weights = None

@@ -8,6 +8,7 @@ import psutil
 import torch
 
 from dflash_export.build_plan import BuildPlan
+from dflash_export.build_stages import BuildStages
 from dflash_export.drafter_gate import DrafterGate
 from dflash_export.evidence import RUN_WINDOW_TOKENS, TargetEvidence, gate_prompts, gather_target_evidence
 from dflash_export.layer_gate import LayerGate
@@ -35,7 +36,12 @@ def fits_memory(manifest: Manifest, wanted: str) -> bool:
 
 
 def check_portable(
-    root: Path, manifest: Manifest, plan: BuildPlan, passes: PrecisionPasses, progress: Progress
+    root: Path,
+    manifest: Manifest,
+    plan: BuildPlan,
+    passes: PrecisionPasses,
+    progress: Progress,
+    stages: BuildStages | None = None,
 ) -> tuple[list[CheckRow], TargetEvidence | None]:
     """The parity gate of one build: target and drafter graphs against PyTorch.
 
@@ -45,12 +51,18 @@ def check_portable(
         plan: What was built.
         passes: For half precision.
         progress: Called with stage, done, total.
+        stages: What a killed build left.
 
     Returns:
         The rows, and PyTorch's outputs where the whole model was run.
     """
-    evidence = None
-    if fits_memory(manifest, plan.options.gate):
+    evidence, stages = None, stages or BuildStages(None)
+    # Free memory changes: a build that goes on takes the way it began.
+    whole = stages.load("whole gate")
+    if whole is None:
+        whole = fits_memory(manifest, plan.options.gate)
+        stages.save("whole gate", whole)
+    if whole:
         progress("check target", 0, 2)
         prompts = gate_prompts(root / "tokenizer" / "tokenizer.json", manifest.target.vocab_size)
         evidence = gather_target_evidence(plan.target.checkpoint.folder, manifest, prompts)
@@ -58,7 +70,7 @@ def check_portable(
         rows = check_target(root, manifest, evidence, passes)
         progress("check target", 2, 2)
     else:
-        rows = LayerGate(root, manifest, plan.target.config, plan.target.places, passes).check(progress)
+        rows = LayerGate(root, manifest, plan.target.config, plan.target.places, passes).check(progress, stages)
     target, reached = plan.target, 0 if evidence is None else RUN_WINDOW_TOKENS
     rows += check_windows(root, manifest, target.config, target.places, passes, progress, reached_tokens=reached)
     if plan.drafter is not None:

@@ -60,6 +60,13 @@ TENSORRT = ("tensorrt", "tensorrt-rtx")
     show_default=True,
     help="Compare the whole model with PyTorch, or layer by layer; auto decides by the memory at hand.",
 )
+@click.option(
+    "--weights-copy",
+    type=click.Choice(["auto", "link", "copy"]),
+    default="auto",
+    show_default=True,
+    help="auto: the bundle shares the checkpoint's files where it can; link: by hard links, or stop; copy: never.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def command(
     target: str,
@@ -72,12 +79,13 @@ def command(
     backend: str,
     capabilities: tuple[str, ...],
     gate: str,
+    weights_copy: str,
     as_json: bool,
 ) -> None:
     """Exports TARGET, and DRAFTER where there is one, into a bundle, and checks every step against PyTorch.
 
     The bundle appears when everything is checked, or not at all; it replaces an older bundle in its place, and
-    nothing else.
+    nothing else. A build that was killed goes on when it is started again.
     """
     arguments = read_template_args(template_args)
     with needs_extra("export"):
@@ -92,6 +100,7 @@ def command(
         max_context_tokens=max_context,
         template_args=arguments,
         gate=gate,
+        weights_copy=weights_copy,
     )
     engines = [EngineOptions(backend, one) for one in capabilities or (None,)] if backend in TENSORRT else []
     if capabilities and not engines:

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from dflash_engines.fused_form import lower_fused
 from dflash_engines.half_precision import to_fp32
 from dflash_engines.passes.flat_matmul import FlatMatMulPass
+from dflash_engines.portable_graph import load_portable
 from dflash_export.deviation import Array, Worst, deviation
 from dflash_export.graph_runner import GraphRunner
 from dflash_runtime.bundle import Bundle, CheckRow, GraphFacts
@@ -136,7 +137,7 @@ def _weights(bundle: Bundle, model: ir.Model) -> dict[str, Array] | None:
 
 
 def _portable(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
-    model = ir.load(bundle.file(facts.file))
+    model = load_portable(bundle, facts.file)
     if bundle.manifest.precision != "fp32":
         model = to_fp32(model)
     return _open(bundle, model, facts, calls)
@@ -148,7 +149,7 @@ def _lowered(bundle: Bundle, facts: GraphFacts, backend: str, calls: list[_Call]
 
 
 def _fused(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
-    model = lower_fused(ir.load(bundle.file(facts.file)))
+    model = lower_fused(load_portable(bundle, facts.file))
     FlatMatMulPass()(model)
     return _open(bundle, to_fp32(model), facts, calls)
 
