@@ -119,7 +119,7 @@ def test_a_file_that_cannot_grow(
     export = pipeline.export_bundle
     monkeypatch.setattr(pipeline, "export_bundle", limited)
     try:
-        with pytest.raises(OutputError, match=r"writing \d+ bytes to .*/place/.*weights/target.safetensors failed"):
+        with pytest.raises(OutputError, match=r"writing .*/place/.* failed"):
             pipeline.build(MAIN.options(checkpoints), older, "ort-cpu", quiet)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -22,6 +22,7 @@ from dflash_export.build_stages import hash_plan, open_stages
 from dflash_export.drafter_gate import DrafterGate
 from dflash_export.evidence import gate_prompts
 from dflash_export.gate import check_portable, fits_memory
+from dflash_export.memory_release import return_large_blocks
 from dflash_export.parity import PrecisionPasses, require_passed
 from dflash_export.staging import check_output_place, clear_leftovers, resumable_folder, staged_folder, take_place
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle, CheckRow, Manifest, write_text_atomically
@@ -62,6 +63,7 @@ def build(
             what it has done beside `out`, and the same build goes on from there.
     """
     started = time.monotonic()
+    return_large_blocks()
     plan = plan_build(options)
     for one in engine_options:
         check_buildable(one, plan.target.precision)
