@@ -37,6 +37,7 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "ort_probe",
     "portable_reference",
     "reference_building",
+    "torch_choices",
     "torch_oracle",
     "validate_bisect",
 } | {

@@ -12,15 +12,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from dflash_export.build import describe, provenance
 from dflash_export.catalog import drafter_template_args
 from dflash_export.drafter_build import DrafterPlan, default_block_sizes, plan_drafter, trace_and_store_drafter
 from dflash_export.drafter_data_record import recorded_template_args
 from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import load_graph, weights_by_name, write_graph
+from dflash_export.pair_findings import TargetSide
 from dflash_export.taps import select_taps
+from dflash_export.tensor_files import TensorPlace
 from dflash_export.text_files import TOKENIZER_FOLDER
 from dflash_export.weight_store import Progress
 from dflash_runtime.bundle import Bundle, FileFacts, Manifest, TapFacts
@@ -44,10 +44,18 @@ def plan_addition(
     """
     manifest = bundle.manifest
     target = manifest.target
-    config = PreTrainedConfig(
-        hidden_size=target.hidden_size, num_hidden_layers=target.num_layers, vocab_size=target.vocab_size
+    side = TargetSide(
+        name=target.source.id if target.source.kind == "hub" else target.name,
+        tokenizer_folder=bundle.path / TOKENIZER_FOLDER,
+        num_layers=target.num_layers,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        model_type=target.model_type,
+        stop_token_ids=tuple(manifest.text.stop_token_ids),
+        embedding=_place(bundle, target.embedding_weight),
+        head=_place(bundle, target.head_weight),
     )
-    plan = plan_drafter(drafter, bundle.path / TOKENIZER_FOLDER, config, block_sizes, local_files_only)
+    plan = plan_drafter(drafter, side, block_sizes, local_files_only)
     limit = plan.config.max_position_tokens
     if limit is not None and limit < manifest.max_context_tokens:
         raise PairError(
@@ -55,6 +63,12 @@ def plan_addition(
             f"(max_position_embeddings). Build the bundle with --max-context {limit}."
         )
     return plan
+
+
+def _place(bundle: Bundle, name: str) -> TensorPlace:
+    entry = bundle.manifest.weights[name]
+    file = bundle.file(entry.file)
+    return TensorPlace(file, entry.offset_bytes, entry.length_bytes, entry.dtype, tuple(entry.shape))
 
 
 def write_with_drafter(

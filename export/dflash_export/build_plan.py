@@ -9,15 +9,18 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from dflash_export.catalog import CATALOG, drafter_template_args
-from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config
+from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config, with_weights
 from dflash_export.drafter_build import DrafterPlan, default_block_sizes, plan_drafter
 from dflash_export.drafter_data_record import recorded_template_args
 from dflash_export.match_weights import untie_if_stored_apart
+from dflash_export.pair_findings import TargetSide
+from dflash_export.refusals import refuse_by_config
 from dflash_export.rope_limits import exact_context_limit
 from dflash_export.tensor_files import ITEM_BYTES, TensorPlace
+from dflash_export.text_files import read_text_facts
 from dflash_export.weight_links import AUTO, COPY, refers, settle_weights
 from dflash_export.weight_store import PRECISIONS
-from dflash_runtime.errors import CheckpointError, PairError
+from dflash_runtime.errors import CheckpointError, PairError, UnsupportedModelError
 
 DEFAULT_CONTEXT_TOKENS = 4096
 
@@ -77,9 +80,16 @@ def plan_target(options: BuildOptions) -> TargetPlan:
 
     Raises:
         CheckpointError: not found, damaged, or options the model cannot serve.
+        UnsupportedModelError: a kind of model that cannot be exported; its weights were not fetched.
     """
-    checkpoint = find_checkpoint(options.target, role="target", local_files_only=options.local_files_only)
+    local = options.local_files_only
+    checkpoint = find_checkpoint(options.target, role="target", local_files_only=local, with_weights=False)
     config = read_target_config(checkpoint)
+    try:
+        refuse_by_config(config)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{checkpoint.name} cannot be exported: {error}.") from error
+    checkpoint = with_weights(checkpoint, local_files_only=local)
     notes = untie_if_stored_apart(config, checkpoint.places)
     precision = options.precision or _own_precision(checkpoint)
     if precision not in PRECISIONS:
@@ -142,9 +152,10 @@ class BuildPlan:
             self.drafter = dataclasses.replace(self.drafter, weights_mode=mode)
 
     def files(self) -> list[Path]:
-        """Every file of the checkpoints."""
+        """Every file of the checkpoints; what else lies below their folders may be the build itself."""
         folders = [self.target.checkpoint.folder] + ([self.drafter.checkpoint.folder] if self.drafter else [])
-        return [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+        places = [place for folder in folders for place in (folder, folder / "additional_chat_templates")]
+        return [path for place in places if place.is_dir() for path in place.iterdir() if path.is_file()]
 
     def template_args(self) -> dict[str, Any]:
         """Chat template arguments: what the drafter was trained with, unless the user says otherwise."""
@@ -171,11 +182,11 @@ def plan_build(options: BuildOptions) -> BuildPlan:
     target = plan_target(options)
     drafter = None
     if reference is not None:
-        drafter = plan_drafter(
-            reference, target.checkpoint.folder, target.config, options.block_sizes, options.local_files_only
-        )
+        stops = read_text_facts(target.checkpoint.folder, {})[0].stop_token_ids
+        side = TargetSide.of_checkpoint(target.checkpoint, target.config, stops)
+        drafter = plan_drafter(reference, side, options.block_sizes, options.local_files_only, options.template_args)
         target.max_context_tokens = _fit_drafter_context(target, drafter, options)
-        target.notes.extend(drafter.config.notes)
+        target.notes.extend(drafter.notes)
     else:
         why = f": {entry.note}" if entry and entry.note else ""
         target.notes.append(f"no drafter{why}; the bundle decodes plainly until one is added with add-drafter")

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from dflash_export.catalog import CATALOG, shipped_folder
+from dflash_export.catalog import CATALOG, NOT_SERVED, shipped_folder
+from dflash_export.hub_access import download
 from dflash_export.json_file import read_json
 from dflash_export.tensor_files import TensorPlace, read_tensor_places
 from dflash_runtime.bundle import SourceFacts
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 
 _HUB_ID = re.compile(r"^(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?$")
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,29 +30,28 @@ class Checkpoint:
     places: dict[str, TensorPlace]
 
 
-def find_checkpoint(reference: str, *, role: str, local_files_only: bool = False) -> Checkpoint:
+def find_checkpoint(
+    reference: str, *, role: str, local_files_only: bool = False, with_weights: bool = True
+) -> Checkpoint:
     """Locates a checkpoint and reads its tensor headers.
 
     Args:
         reference: Catalog name, Hugging Face id (revision after `@`), or folder.
         role: `target` or `drafter`, for messages; a catalog name stands for either.
         local_files_only: Use the hub cache alone.
+        with_weights: Weights must be there; otherwise those at hand are read, and none is downloaded.
 
     Raises:
         CheckpointError: nothing there, files missing or damaged, the hub refuses.
+        UnsupportedModelError: a name the catalog knows to be out of reach.
     """
-    entry = CATALOG.get(reference.lower())
-    if entry is not None:
-        found = entry.target if role == "target" else entry.drafter
-        if found is None:
-            raise CheckpointError(f"the catalog knows no drafter for {reference}: {entry.note}.")
-        reference = found
+    reference = _of_catalog(reference, role)
     shipped = shipped_folder(reference)
     if shipped is not None and shipped.is_dir():
-        return _open(shipped, shipped.parent.name, "package", reference, None)
+        return _open(shipped, shipped.parent.name, "package", reference)
     folder = Path(reference).expanduser()
     if reference and folder.is_dir():
-        return _open(folder, folder.resolve().name, "folder", str(folder.resolve()), None)
+        return _open(folder, folder.resolve().name, "folder", str(folder.resolve()), with_weights=with_weights)
     match = _HUB_ID.match(reference)
     if match is None or folder.exists():
         known = ", ".join(sorted(CATALOG))
@@ -60,49 +59,54 @@ def find_checkpoint(reference: str, *, role: str, local_files_only: bool = False
             f"{reference!r} is no {role}: not a folder, not a Hugging Face id like owner/name[@revision], and not a "
             f"catalog name ({known})."
         )
-    repo, revision = match["id"], match["revision"]
-    path = _download(repo, revision, local_files_only)
-    return _open(path, repo.split("/")[1], "hub", repo, path.name if _is_commit(path.name) else revision)
+    repo = match["id"]
+    path, revision = download(repo, match["revision"], local_files_only=local_files_only, with_weights=with_weights)
+    return _open(path, repo.split("/")[1], "hub", repo, revision, with_weights=with_weights)
 
 
-def _open(folder: Path, name: str, kind: str, identity: str, revision: str | None) -> Checkpoint:
+def with_weights(checkpoint: Checkpoint, *, local_files_only: bool = False) -> Checkpoint:
+    """The same checkpoint, of the same commit, with its weights.
+
+    Args:
+        checkpoint: Found without them.
+        local_files_only: Use the hub cache alone.
+
+    Raises:
+        CheckpointError: they are missing or damaged, or the hub refuses.
+    """
+    source, folder = checkpoint.source, checkpoint.folder
+    if source.kind == "hub":
+        folder, _ = download(source.id, source.revision, local_files_only=local_files_only)
+    return dataclasses.replace(checkpoint, folder=folder, places=read_tensor_places(folder))
+
+
+def _of_catalog(reference: str, role: str) -> str:
+    """What a catalog name stands for, its revision after `@`; anything else is taken as it is."""
+    refused = NOT_SERVED.get(reference.lower())
+    if refused is not None:
+        raise UnsupportedModelError(f"{reference} has a public drafter and is not exported: {refused}.")
+    entry = CATALOG.get(reference.lower())
+    if entry is None:
+        return reference
+    found, revision = (
+        (entry.target, entry.target_revision) if role == "target" else (entry.drafter, entry.drafter_revision)
+    )
+    if found is None:
+        raise CheckpointError(f"the catalog knows no drafter for {reference}: {entry.note}.")
+    return found if revision is None else f"{found}@{revision}"
+
+
+def _open(
+    folder: Path, name: str, kind: str, identity: str, revision: str | None = None, *, with_weights: bool = True
+) -> Checkpoint:
     config = folder / "config.json"
     if not config.is_file():
         raise CheckpointError(f"{folder} has no config.json; it is not a Hugging Face checkpoint folder.")
     digest = hashlib.sha256(config.read_bytes()).hexdigest()
-    return Checkpoint(folder, name, SourceFacts(kind, identity, revision, digest), read_tensor_places(folder))
-
-
-def _is_commit(name: str) -> bool:
-    return re.fullmatch(r"[0-9a-f]{40}", name) is not None
-
-
-def _download(repo: str, revision: str | None, local_files_only: bool) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    wanted = repo if revision is None else f"{repo}@{revision}"
-    try:
-        folder = snapshot_download(
-            repo, revision=revision, allow_patterns=_HUB_FILES, local_files_only=local_files_only
-        )
-    except errors.GatedRepoError as error:
-        raise CheckpointError(
-            f"{wanted} is gated: accept its terms at https://huggingface.co/{repo} and log in with `hf auth login`."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise CheckpointError(f"{repo} has no revision {revision!r}. See https://huggingface.co/{repo}.") from error
-    except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"there is no {wanted} on the Hugging Face hub, or it is private: check the name, or `hf auth login`."
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"{wanted} is not in the local Hugging Face cache and the hub cannot be reached. Connect once, or give a "
-            "folder."
-        ) from error
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"downloading {wanted} failed: {str(error).splitlines()[0]}") from error
-    return Path(folder)
+    # A hub's folder may hold the index of shards that were not fetched.
+    at_hand = kind != "hub" and any(folder.glob("*.safetensors"))
+    places = read_tensor_places(folder) if with_weights or at_hand else {}
+    return Checkpoint(folder, name, SourceFacts(kind, identity, revision, digest), places)
 
 
 def read_target_config(checkpoint: Checkpoint) -> PreTrainedConfig:

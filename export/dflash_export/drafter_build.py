@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-
-from transformers import PreTrainedConfig
+from typing import Any
 
 from dflash_export.bring_weights import bring_weights
 from dflash_export.build_stages import BuildStages
-from dflash_export.checkpoint import Checkpoint, find_checkpoint
-from dflash_export.drafter_config import DrafterConfig, read_drafter_config
+from dflash_export.checkpoint import Checkpoint, find_checkpoint, with_weights
+from dflash_export.drafter_config import DrafterConfig, read_drafter_config, refuse_mask_embedding
 from dflash_export.drafter_trace import DrafterTables, trace_context, trace_drafter
-from dflash_export.drafter_weights import DrafterWeights, match_drafter_weights
+from dflash_export.drafter_weights import DrafterWeights, borrow_equal_tables, match_drafter_weights
 from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import write_graph
-from dflash_export.pair_check import check_pair, check_tokenizers
+from dflash_export.pair_check import config_findings, embedding_scale
+from dflash_export.pair_findings import WARNING, Finding, TargetSide, require_fit
+from dflash_export.pair_text_check import text_findings
 from dflash_export.weight_links import COPY
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES, Progress
 from dflash_runtime.bundle import DrafterFacts, FileFacts, Manifest
@@ -34,8 +36,18 @@ class DrafterPlan:
     checkpoint: Checkpoint
     config: DrafterConfig
     weights: DrafterWeights
+    findings: tuple[Finding, ...] = ()
+    """What the pair check had to say; no errors."""
     weights_mode: str = COPY
     """`clone`, `link` or `copy`: how the weights come into the bundle."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of drafter and pair, warnings marked as such."""
+        said = [f"warning: {one.sentence()}" if one.severity == WARNING else one.sentence() for one in self.findings]
+        left = ", ".join(self.weights.ignored)
+        ignored = [f"not taken from the drafter, as training's or the target's own: {left}"] if left else []
+        return [*self.config.notes, *ignored, *said]
 
     @property
     def num_parameters(self) -> int:
@@ -50,29 +62,41 @@ class DrafterPlan:
 
 
 def plan_drafter(
-    reference: str, target_folder: Path, target: PreTrainedConfig, block_sizes: tuple[int, ...], local_files_only: bool
+    reference: str,
+    target: TargetSide,
+    block_sizes: tuple[int, ...],
+    local_files_only: bool,
+    template_args: Mapping[str, Any] | None = None,
 ) -> DrafterPlan:
     """Finds a drafter and refuses a pair that does not fit.
 
     Args:
         reference: Catalog name, Hugging Face id with `@revision`, or folder.
-        target_folder: The target's checkpoint, for its tokenizer.
-        target: The target's config.
+        target: The target's facts.
         block_sizes: Block sizes asked for.
         local_files_only: Use the hub cache alone.
+        template_args: Chat template arguments the user chose.
 
     Raises:
         CheckpointError: not found or damaged.
         UnsupportedModelError: another kind of drafter.
         PairError: it does not fit the target; both values are named.
     """
-    checkpoint = find_checkpoint(reference, role="drafter", local_files_only=local_files_only)
+    checkpoint = find_checkpoint(reference, role="drafter", local_files_only=local_files_only, with_weights=False)
     config = read_drafter_config(checkpoint.folder)
-    check_pair(target, config, checkpoint.places, block_sizes=block_sizes)
-    check_tokenizers(target_folder, checkpoint.folder, config.mask_token_id)
-    vocab_size = int(target.get_text_config().vocab_size)
-    weights = match_drafter_weights(config, checkpoint.places, vocab_size, str(checkpoint.folder))
-    return DrafterPlan(checkpoint, config, weights)
+    require_fit(config_findings(target, config, checkpoint.places, block_sizes=block_sizes))
+    checkpoint = with_weights(checkpoint, local_files_only=local_files_only)
+    refuse_mask_embedding(checkpoint.folder)
+    findings = config_findings(target, config, checkpoint.places, block_sizes=block_sizes)
+    require_fit(findings)
+    weights = match_drafter_weights(config, checkpoint.places, target.vocab_size, str(checkpoint.folder))
+    findings += text_findings(
+        target, config, checkpoint.folder, checkpoint.source.id, template_args or {}, weights.target_ids
+    )
+    require_fit(findings)
+    weights = borrow_equal_tables(weights, target.embedding, target.head)
+    scale = config.input_embedding_scale * embedding_scale(target, config)
+    return DrafterPlan(checkpoint, dataclasses.replace(config, input_embedding_scale=scale), weights, tuple(findings))
 
 
 def default_block_sizes(drafter: DrafterConfig | None) -> list[int]:

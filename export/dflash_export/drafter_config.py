@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_export.drafter_attention import LayerAttention, read_layer_attention
-from dflash_export.drafter_kinds import DFLASH2_ARCHITECTURE, refuse_other_kinds
+from dflash_export.drafter_kinds import DFLASH2_ARCHITECTURE, SERVED, refuse_other_kinds
 from dflash_export.drafter_layouts import find_layout
 from dflash_export.drafter_rope import read_rope_parameters, rope_frequencies
 from dflash_export.json_file import read_json
@@ -92,11 +92,18 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         UnsupportedModelError: another kind of drafter; the message names it.
     """
     path = folder / "config.json"
-    if (folder / "mask_embedding.pt").exists():
-        raise UnsupportedModelError(
-            f"{folder} holds mask_embedding.pt, a learned mask embedding. Only plain DFlash drafters can be exported."
-        )
+    refuse_mask_embedding(folder)
     return parse_drafter_config(read_json(path), str(path))
+
+
+def refuse_mask_embedding(folder: Path) -> None:
+    """Refuses a drafter whose unknown slots have an embedding of their own beside its weights.
+
+    Raises:
+        UnsupportedModelError: naming the file.
+    """
+    if (folder / "mask_embedding.pt").exists():
+        raise UnsupportedModelError(f"{folder} holds mask_embedding.pt, a learned mask embedding. {SERVED}")
 
 
 def parse_drafter_config(config: Mapping[str, Any], where: str) -> DrafterConfig:

@@ -11,6 +11,7 @@ from typing import Any
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 
 PLAIN_ARCHITECTURE, DFLASH2_ARCHITECTURE = "DFlashDraftModel", "DFlash2DraftModel"
+_AUTOMODEL = "Qwen3DFlashDraftModel"  # NeMo Automodel's name for the same module and layout
 SERVED = "DFlash and DFlash 2 drafters can be exported."
 
 _LAGUNA = "a Laguna drafter (fused qkv_proj, g_proj gate, one norm per tap)"
@@ -51,7 +52,7 @@ def refuse_other_kinds(config: Mapping[str, Any], nested: Mapping[str, Any], whe
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
         raise CheckpointError(f"{where} describes a quantised drafter ({method}); give the unquantised checkpoint.")
     architectures = config.get("architectures") or []
-    if architectures and not {PLAIN_ARCHITECTURE, DFLASH2_ARCHITECTURE} & set(architectures):
+    if architectures and not {PLAIN_ARCHITECTURE, DFLASH2_ARCHITECTURE, _AUTOMODEL} & set(architectures):
         raise UnsupportedModelError(
             f"{where} names the architecture {', '.join(map(str, architectures))}, and a DFlash drafter is a "
             f"{PLAIN_ARCHITECTURE} or {DFLASH2_ARCHITECTURE}. Give the drafter's folder or id, not the target's."

@@ -34,7 +34,7 @@ class DrafterWeights:
     target_ids: Tensor | None = None
     """The target's id of each row of a head over part of the vocabulary, int64."""
     ignored: tuple[str, ...] = ()
-    """Tensors of the checkpoint that only training needs."""
+    """Tensors of the checkpoint that only training needs, or that the target has too."""
 
     @property
     def bundle_places(self) -> dict[str, TensorPlace]:
@@ -124,6 +124,28 @@ def _why_left(config: DrafterConfig, left: list[str]) -> str:
     if set(left) & set(MAPPING):
         return "They map a vocabulary of the drafter's own, and the config states no draft_vocab_size for it."
     return "Its config belongs to other weights, or it is another kind of drafter."
+
+
+def borrow_equal_tables(
+    weights: DrafterWeights, embedding: TensorPlace | None, head: TensorPlace | None
+) -> DrafterWeights:
+    """Leaves out embedding and head that are copies of the target's: some tools store them with the drafter.
+
+    Args:
+        weights: The drafter's own tensors.
+        embedding: The target's table, where it is at hand.
+        head: The target's output head, likewise.
+    """
+    tables = ((EMBEDDING, embedding), (HEAD, head))
+    copies = [name for name, table in tables if table is not None and _equal(weights.places.get(name), table)]
+    places = {name: place for name, place in weights.places.items() if name not in copies}
+    return dataclasses.replace(weights, places=places, ignored=(*weights.ignored, *copies))
+
+
+def _equal(one: TensorPlace | None, two: TensorPlace) -> bool:
+    if one is None or (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    return all(a == b for a, b in zip(one.chunks(), two.chunks(), strict=True))
 
 
 def load_drafter(

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
@@ -17,11 +18,20 @@ from authors import Authors, Rounds, differences
 from conftest import Make, Once
 from faults import edit_graph, plant
 from pairs import FULL, SLIDING, Pair, build_fully
+from primitive_session import PrimitiveSession, filled_caches
 from test_against_authors import NEW_TOKENS, compared, ours, prompts
+from test_primitive_traces import CAPACITY, assert_same, load
 from tiny_models import DFLASH2
 
+from dflash_engines.half_precision import emulate_half, to_fp32
+from dflash_engines.primitive_form import lower_primitive
+from dflash_engines.tensorrt_versions import PRIMITIVE_OPERATORS
+from dflash_export import drafter_gate
+from dflash_export.build_plan import plan_build
 from dflash_export.drafter_config import DFlash2Config
 from dflash_export.drafter_dflash2 import MOST_SLOTS, CandidateSelector
+from dflash_export.drafter_gate import DrafterGate
+from dflash_export.parity import PrecisionPasses
 from dflash_runtime import GenerationConfig, Session
 from dflash_runtime.bundle import Bundle
 
@@ -68,6 +78,38 @@ def test_a_half_precision_build_passes_its_gate(once: Once) -> None:
     assert manifest.drafter is not None
     assert manifest.drafter.architecture == "DFlash2DraftModel"
     assert {row.tensor for row in manifest.checks if row.stage == "precision"} >= {"drafter context", "draft_logits"}
+
+
+def test_the_gate_over_part_of_the_vocabulary(exported: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a model does not fit into memory, embedding, head and codebooks are cut to the same rows."""
+    monkeypatch.setattr(drafter_gate, "SAMPLED_ROWS", 40)
+    bundle = exported(PAIRS[0])
+    plan = plan_build(PAIRS[0].options(bundle.parent))
+    assert plan.drafter is not None
+    gate = DrafterGate(
+        bundle, Bundle.open(bundle).manifest, plan.drafter, PrecisionPasses(to_fp32, emulate_half, None),
+        whole_tables=False,
+    )  # fmt: skip
+    assert gate.token_rows is not None and len(gate.token_rows) < 200
+    rows = gate.check(None)
+    assert all(row.passed for row in rows) and "draft_ids" in {row.tensor for row in rows}
+
+
+def test_the_form_for_older_tensorrt_chooses_the_same(exported: Make) -> None:
+    """Opset 20 without Attention and TensorScatter, and no loop: ids are those of the portable graph."""
+    context, append = load(exported(PAIRS[0]), "drafter_context")
+    drafter, draft = load(exported(PAIRS[0]), "drafter")
+    draft.caches = append.caches
+    lowered = lower_primitive(context, "drafter_context")
+    lowered_drafter = lower_primitive(drafter, "drafter")
+    assert {node.op_type for node in lowered_drafter.graph} <= PRIMITIVE_OPERATORS - {"Loop", "Scan", "If"}
+    caches = filled_caches(lowered, CAPACITY, 1e4)
+    primitive_append, primitive_draft = PrimitiveSession(lowered, caches), PrimitiveSession(lowered_drafter, caches)
+    taps = {"taps": np.random.default_rng(0).standard_normal((1, 20, 128)).astype(np.float32)}
+    assert_same(primitive_append(**taps, position=np.array([0])), append(**taps, position=np.array([0])), 20)
+    for block in (2, 7, 16):
+        inputs = {"input_ids": np.array([[9, *[511] * (block - 1)]]), "position": np.array([20])}
+        assert_same(primitive_draft(**inputs), draft(**inputs), 20, caches=False)
 
 
 def forgets_the_neighbour(bundle: Path) -> None:

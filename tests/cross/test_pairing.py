@@ -18,7 +18,7 @@ from tiny_models import drafter_config, write_drafter, write_target
 from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.drafter_build import trace_and_store_drafter
 from dflash_export.weight_store import StoredWeights, store_weights
-from dflash_runtime import CheckpointError, DFlashError, PairError, UnsupportedModelError
+from dflash_runtime import CheckpointError, DFlashError, PairError
 from dflash_runtime.bundle import (
     SCHEMA_VERSION,
     GraphFacts,
@@ -191,20 +191,21 @@ def test_a_drafter_made_for_less_context(copy: Path, refuse: Callable[..., str])
 
 
 @pytest.mark.parametrize(
-    ("tensors", "top", "nested"),
+    ("tensors", "top", "words"),
     [
-        ({"lm_head.weight": [256, 64]}, {}, {}),
-        ({"lm_head.weight": [256, 64], "d2t": [256]}, {"draft_vocab_size": 256}, {}),
-        ({}, {"draft_vocab_size": 256}, {}),
+        ({"lm_head.weight": torch.zeros(256, 64)}, {}, "needs draft_vocab_size"),
+        ({"lm_head.weight": torch.zeros(256, 64), "d2t": torch.zeros(256, dtype=torch.int64)}, {}, "draft_vocab_size"),
+        ({"lm_head.weight": torch.zeros(256, 64)}, {"draft_vocab_size": 256}, "no tensor d2t"),
+        ({"d2t": torch.zeros(256, dtype=torch.int64)}, {"draft_vocab_size": 256}, "lm_head.weight"),
     ],
 )
-def test_a_smaller_head_of_its_own_is_refused_by_name(
-    copy: Path, refuse: Callable[..., str], tensors: dict[str, list[int]], top: dict[str, Any], nested: dict[str, Any]
+def test_a_smaller_head_is_never_replaced_by_the_targets(
+    copy: Path, refuse: Callable[..., str], tensors: dict[str, torch.Tensor], top: dict[str, Any], words: str
 ) -> None:
-    edit(copy, nested, **top)
+    edit(copy, **top)
     file = copy / "drafter" / "model.safetensors"
-    save_file({**load_file(file), **{n: torch.zeros(shape) for n, shape in tensors.items()}}, file)
-    assert "vocabulary" in refuse(copy, UnsupportedModelError)
+    save_file({**load_file(file), **tensors}, file)
+    assert words in refuse(copy, CheckpointError)
 
 
 def test_biases_the_config_does_not_state_are_not_dropped(copy: Path, refuse: Callable[..., str]) -> None:

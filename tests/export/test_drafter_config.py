@@ -196,6 +196,19 @@ def test_other_kinds_are_refused_by_name(nested: dict[str, Any], top: dict[str, 
     assert text.endswith("DFlash and DFlash 2 drafters can be exported.")
 
 
+def test_the_architecture_decides_and_its_keys_do_where_it_was_rewritten() -> None:
+    assert parse(architectures=["Qwen3DFlashDraftModel"]).architecture == "DFlashDraftModel"
+    for architectures in (["DFlash2DraftModel"], ["DFlashDraftModel"], None):
+        config = parse(**{**tiny_models.DFLASH2, "architectures": architectures})
+        assert config.architecture == "DFlash2DraftModel"
+        assert config.dflash2 is not None and config.dflash2.selector_top_k == 6
+    assert "does not state selector_rank" in refusal(CheckpointError, **{**tiny_models.DFLASH2, "selector_rank": None})
+    assert "no multiple of conv_group_size" in refusal(
+        CheckpointError, **{**tiny_models.DFLASH2, "conv_group_size": 24}
+    )
+    assert "reduced vocabulary" in refusal(UnsupportedModelError, **tiny_models.DFLASH2, draft_vocab_size=100)
+
+
 def test_what_is_no_drafter() -> None:
     assert "names the architecture Qwen3ForCausalLM" in refusal(
         UnsupportedModelError, architectures=["Qwen3ForCausalLM"]

@@ -10,28 +10,29 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config
 
 from dflash_export.drafter_config import read_drafter_config
 from dflash_export.drafter_weights import match_drafter_weights
-from dflash_export.pair_check import check_pair, check_tokenizers
+from dflash_export.pair_check import config_findings
+from dflash_export.pair_findings import TargetSide, require_fit
 from dflash_export.tensor_files import read_tensor_places
 from dflash_runtime.errors import CheckpointError, PairError, UnsupportedModelError
 
-TARGET = Qwen3Config(hidden_size=64, num_hidden_layers=4, vocab_size=512)
+TARGET = TargetSide("tiny", Path("nowhere"), num_layers=4, hidden_size=64, vocab_size=512, model_type="qwen3")
 
 
 def pair_refusal(folder: Path, limits: dict[str, Any] | None = None, **stated: Any) -> str:
     tiny_models.write_drafter(folder, **stated)
+    findings = config_findings(TARGET, read_drafter_config(folder), read_tensor_places(folder), **(limits or {}))
     with pytest.raises(PairError) as caught:
-        check_pair(TARGET, read_drafter_config(folder), read_tensor_places(folder), **(limits or {}))
+        require_fit(findings)
     return str(caught.value)
 
 
 def test_a_fitting_pair_passes(tmp_path: Path) -> None:
     tiny_models.write_drafter(tmp_path)
     config, places = read_drafter_config(tmp_path), read_tensor_places(tmp_path)
-    check_pair(TARGET, config, places, max_context_tokens=512, block_sizes=(2, 16))
+    assert config_findings(TARGET, config, places, max_context_tokens=512, block_sizes=(2, 3)) == []
     weights = match_drafter_weights(config, places, 512, "dr")
     assert weights.table_names("e", "h") == ("e", "h")
     assert set(weights.bundle_places) == {f"drafter.{name}" for name in places}
@@ -72,27 +73,12 @@ def test_fc_of_other_taps(tmp_path: Path) -> None:
     config["dflash_config"]["target_layer_ids"] = [0, 1, 2]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(PairError, match="takes 128 values and 3 taps of 64 give 192"):
-        check_pair(TARGET, read_drafter_config(tmp_path), read_tensor_places(tmp_path))
+        require_fit(config_findings(TARGET, read_drafter_config(tmp_path), read_tensor_places(tmp_path)))
 
 
-def test_tokenizers_of_a_pair(tmp_path: Path) -> None:
-    target, drafter = tmp_path / "target", tmp_path / "drafter"
-    tiny_models.write_tokenizer(target)
-    drafter.mkdir()
-    check_tokenizers(target, drafter, 511)  # a drafter usually ships none
-    tiny_models.write_tokenizer(drafter)
-    check_tokenizers(target, drafter, 511)
-    file = drafter / "tokenizer.json"
-    data = json.loads(file.read_text(encoding="utf-8"))
-    mask = {**data["added_tokens"][0], "id": 259, "content": "<|MASK|>"}
-    file.write_text(json.dumps({**data, "added_tokens": [*data["added_tokens"], mask]}), encoding="utf-8")
-    check_tokenizers(target, drafter, 259)
-    with pytest.raises(PairError, match="tokenizer has 260 tokens and the target's 259"):
-        check_tokenizers(target, drafter, 511)
-    data["model"]["vocab"] = {token: (i ^ 1 if i < 256 else i) for token, i in data["model"]["vocab"].items()}
-    file.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.raises(PairError, match="256 ids different meanings, the first is 0"):
-        check_tokenizers(target, drafter, 511)
+def test_every_error_is_named_at_once(tmp_path: Path) -> None:
+    text = pair_refusal(tmp_path, mask_token_id=600, taps=(0, 5))
+    assert "mask_token_id is 600" in text and " Also: the drafter taps layers [0, 5]" in text
 
 
 def checkpoint_refusal(folder: Path, kind: type[Exception] = CheckpointError) -> str:

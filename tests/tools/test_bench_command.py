@@ -156,6 +156,13 @@ def test_a_headline_claims_no_more_than_the_interval(measured: tuple[Result, Any
     for found in data["comparisons"]:
         found["effect"] = {"ratio": 1.3, "low": 1.2, "high": 1.4, "rounds": [1.3], "verdict": "faster"}
     assert "1.30 x (1.20 to 1.40), faster" in headline(decode(BenchReport, data, "the report"))
+    # The larger mean whose spread is larger still does not hide the one that is sure.
+    unsure = {"ratio": 1.9, "low": 0.8, "high": 4.0, "rounds": [1.0, 3.0, 2.3], "verdict": "within the spread"}
+    (of_block_8,) = [c for c in data["comparisons"] if c["block_size"] == 8 and not c["scripted_tokens"]]
+    of_block_8["effect"] = unsure
+    words = headline(decode(BenchReport, data, "the report"))
+    assert "block size 4" in words
+    assert "faster" in words
 
 
 def test_a_reader_is_told_of_other_work_and_of_a_changed_mode() -> None:
@@ -240,6 +247,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--prompts", "gsm9k"], "'gsm9k' is neither a set of prompts"),
     (["--max-new-tokens", "999"], "exceed the context of 200"),
     (["--raw", "--against", "openai:http://127.0.0.1:9"], "--raw prompts cannot be compared"),
+    (["--scripted-acceptance", "2", "--backend", "tensorrt"], "verifies a block while it drafts it"),
     (["--html", "no/such/folder/a.html"], "is not a folder"),
 ]
 

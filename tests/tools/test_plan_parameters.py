@@ -178,8 +178,33 @@ def test_a_drafter_for_another_target_is_refused() -> None:
     with pytest.raises(PairError, match="taps target layer 28; qwen2-7b has layers 0 to 27"):
         config = drafter_config(target, dflash_config={"target_layer_ids": [1, 28], "mask_token_id": 1})
         read_drafter_shape(config, target, "d")
-    with pytest.raises(UnsupportedModelError, match="DFlash 2"):
-        read_drafter_shape(drafter_config(target, architectures=["DFlash2DraftModel"]), target, "d")
+    with pytest.raises(UnsupportedModelError, match="domino"):
+        read_drafter_shape(drafter_config(target, projector_type="domino"), target, "d")
+
+
+DFLASH2 = {"architectures": ["DFlash2DraftModel"], "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256,
+           "selector_top_k": 16}  # fmt: skip
+
+
+def test_what_dflash2_adds_is_counted() -> None:
+    target = read_model_shape(CONFIGS["qwen3-4b"], "qwen3-4b")
+    config = drafter_config(target, **DFLASH2)
+    assert read_drafter_shape(config, target, "d").num_parameters == real_drafter_parameters(config, target)
+
+
+def test_a_speculators_drafter_with_its_own_head_is_counted() -> None:
+    target = read_model_shape(CONFIGS["qwen3-4b"], "qwen3-4b")
+    left_out = ("dflash_config", "block_size", "architectures")
+    body = {key: value for key, value in drafter_config(target).items() if key not in left_out}
+    config = {
+        "speculators_model_type": "dflash", "transformer_layer_config": {**body, "vocab_size": target.vocab_size},
+        "draft_vocab_size": 32000, "block_size": 8, "mask_token_id": 5,
+        "aux_hidden_state_layer_ids": [2, 8, 14, 20, 26],
+    }  # fmt: skip
+    shape = read_drafter_shape(config, target, "d")
+    assert (shape.block_size, shape.num_taps) == (8, 5)
+    head = 32000 * target.hidden_size
+    assert shape.num_parameters == real_drafter_parameters(config, target) + head
 
 
 def test_longrope_limits_the_context() -> None:

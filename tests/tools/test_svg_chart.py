@@ -28,6 +28,15 @@ def test_marks_lie_where_their_values_do() -> None:
     assert float(whisker[0]) < second < float(whisker[1])
 
 
+def test_one_wild_whisker_does_not_press_the_others_together() -> None:
+    plot = dots([Measured("a", 1.2, 1.1, 1.3, ""), Measured("wild", 2.0, 0.5, 900.0, "")], "times", 1.0)
+    first, second = circles(plot)
+    assert second - first > 100
+    tame, wild = re.findall(r'<g class="whisker">(.*?)</g>', plot)
+    assert (tame.count("<line"), wild.count("<line")) == (3, 2)  # without its end: it goes on
+    assert all(float(x) <= WIDTH for x in re.findall(r'x2="([\d.]+)"', plot))
+
+
 def test_bars_are_as_long_as_their_values() -> None:
     plot = bars([Measured("a", 10, 10, 10, "10"), Measured("b", 40, 40, 40, "40", 1)], "tokens")
     one, two = (float(w) for w in re.findall(r'<rect [^>]*width="([\d.]+)"', plot))

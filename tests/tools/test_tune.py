@@ -37,7 +37,7 @@ from dflash_tools.speed_profile import (
     read_profiles,
     write_profile,
 )
-from dflash_tools.tune_command import command
+from dflash_tools.tune_command import command, profile_lines
 
 JETSON_FILES = {
     "/etc/nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 1, BOARD: generic, EABI: aarch64, DATE: x",
@@ -260,6 +260,12 @@ def test_what_is_asked_for_stays(pair: Bundle, config: GenerationConfig) -> None
 
 def tune(*arguments: object) -> Result:
     return CliRunner().invoke(command, [str(a) for a in arguments], catch_exceptions=False)
+
+
+def test_a_profile_measured_beside_other_work_says_so() -> None:
+    busy = profile(load_average=9.0 * profile().conditions.num_cpus)
+    assert any(line.startswith("note: Other work ran on this machine") for line in profile_lines(busy))
+    assert not any(line.startswith("note:") for line in profile_lines(profile()))
 
 
 def test_tune_then_run(pair: Bundle, invoke: Invoke) -> None:

@@ -32,6 +32,7 @@ from dflash_tools.progress import ProgressLine
 )
 @click.option("--backend", type=click.Choice(["ort-cpu", "none"]), default="ort-cpu", show_default=True)
 @click.option("--gate", type=click.Choice(["auto", "full", "layers"]), default="auto", show_default=True)
+@click.option("--offline", is_flag=True, help="Use what is in the local Hugging Face cache alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def command(
     bundle: Path,
@@ -40,6 +41,7 @@ def command(
     template_args: tuple[str, ...],
     backend: str,
     gate: str,
+    offline: bool,
     as_json: bool,
 ) -> None:
     """Adds DRAFTER (catalog name, Hugging Face id, or folder) to BUNDLE without tracing the target again.
@@ -58,5 +60,6 @@ def command(
             block_sizes=block_sizes,
             template_args=arguments or None,
             gate=gate,
+            local_files_only=offline,
         )
     print_report(report, as_json=as_json)

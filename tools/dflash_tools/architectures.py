@@ -21,7 +21,7 @@ from pathlib import Path
 from dflash_tools.architecture_check import Verdict, check_architecture, config_classes
 from dflash_tools.architecture_table import as_markdown
 
-SECONDS_EACH = 120.0
+SECONDS_EACH = 600.0
 BATCH = 12
 """Architectures a process takes, to save imports."""
 

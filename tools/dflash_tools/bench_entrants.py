@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dflash_runtime.bundle import Bundle, SourceFacts, sha256_of
 from dflash_runtime.errors import CheckpointError, DFlashError, PairError
+from dflash_tools.authors_loop import PACKAGE
 from dflash_tools.bench_job import AUTHORS, GENAI, OURS, SERVER, TRANSFORMERS, Mode
 from dflash_tools.bench_rounds import Entrant
 from dflash_tools.error_lines import needs_extra
@@ -17,7 +18,7 @@ OUR_LABEL = "dflash-export"
 LABELS = {TRANSFORMERS: "Transformers generate", AUTHORS: "dflash (authors)", GENAI: "onnxruntime-genai"}
 _MODULES = {
     TRANSFORMERS: ("transformers", "pip install 'dflash-export[export]'"),
-    AUTHORS: ("dflash", "pip install dflash, beside the Transformers that is here: pip install --no-deps dflash"),
+    AUTHORS: ("dflash", f"pip install {PACKAGE}"),
     GENAI: ("onnxruntime_genai", INSTALL_HINT),
 }
 

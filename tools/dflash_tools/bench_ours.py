@@ -12,7 +12,7 @@ from dflash_tools.bench_job import Answer, Job, Mode, Question
 from dflash_tools.bench_peers import versions_of
 from dflash_tools.engine_place import find_engine_place
 from dflash_tools.plan_formulas import PREFILL_CHUNK_TOKENS
-from dflash_tools.scripted_acceptance import AcceptanceScript, ScriptedBackend
+from dflash_tools.scripted_acceptance import SCRIPTABLE_BACKENDS, AcceptanceScript, ScriptedBackend
 from dflash_tools.stage_times import TimedBackend, request_times
 
 _LIBRARIES = {"ort-cpu": ("onnxruntime",), "ort-cuda": ("onnxruntime-gpu",)}
@@ -28,6 +28,7 @@ class OurEngine:
         inner = open_backend(job.backend, bundle, job.threads, PREFILL_CHUNK_TOKENS)
         self._timed = TimedBackend(inner)
         self._scripted = ScriptedBackend(self._timed)
+        self._scriptable = job.backend in SCRIPTABLE_BACKENDS
         self._vocab_size = bundle.manifest.target.vocab_size
         self._session = Session(bundle, self._scripted, Tokenizer.open(bundle))
         self.precision = find_engine_place(bundle, job.backend).precision
@@ -35,10 +36,10 @@ class OurEngine:
         self._context_answers: dict[int, list[int]] = {}
 
     def answer(self, mode: Mode, number: int, question: Question) -> Answer:
-        """Runs one request. At a length of context every round is made to commit one token: cycles are what counts."""
+        """Runs one request. At a length of context every round commits one token by script: cycles are what counts."""
         script = mode.scripted_tokens
         said = question.answer
-        if question.context_tokens is not None and mode.block_size > 1:
+        if question.context_tokens is not None and mode.block_size > 1 and self._scriptable:
             script, said = 1, self._context_answer(number, question)
         self._scripted.script = None
         if script is not None and said is not None:

@@ -17,6 +17,7 @@ from dflash_tools.bench_report import (
     setting_words,
 )
 from dflash_tools.bench_result import Comparison, ModeResult, row_name
+from dflash_tools.scripted_acceptance import SCRIPTABLE_BACKENDS
 from dflash_tools.sizes import bytes_text
 from dflash_tools.stage_times import STAGES
 
@@ -118,6 +119,8 @@ def _cycle(report: BenchReport) -> Iterator[str]:
             "Mean of all cycles. Verify is the target's pass, context the rows it leaves for the drafter, host "
             "everything between calls. A cycle pays when it commits more tokens than it costs plain steps."
         )
+        if report.pair.backend not in SCRIPTABLE_BACKENDS:
+            about += " This backend verifies a block while it drafts it and waits once: that time shows as draft."
         yield _figure("Where a cycle's time goes", about, svg_chart.stacked(rows, STAGES, "milliseconds", "ms"))
 
 

@@ -190,7 +190,7 @@ def headline(report: BenchReport) -> str:
     drafter = [c for c in report.comparisons if c.kind == "drafter" and not c.scripted_tokens and _is_ours(report, c)]
     if not drafter:
         return "No drafter was measured without a script."
-    best = max(drafter, key=lambda c: c.effect.ratio)
+    best = max(drafter, key=lambda c: (c.effect.verdict == FASTER, c.effect.ratio))
     if best.effect.verdict == FASTER:
         return f"With its drafter, block size {best.block_size}, against plain decoding: {effect_text(best.effect)}."
     if best.effect.verdict == TOO_FEW:

@@ -14,10 +14,12 @@ from dflash_runtime.errors import DFlashError, PromptError
 from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools.bench_job import OURS, EngineRun, Job, Mode, Question, read_run, write_json
 from dflash_tools.bench_prompts import PromptSet
+from dflash_tools.scripted_acceptance import SCRIPTABLE_BACKENDS
 
 Progress = Callable[[str, int, int], None]
-CONTEXT_NEW_TOKENS = 24
-"""Tokens decoded at each length of context: enough for a median of the cycles, few enough to stay at that length."""
+SCRIPTED_CONTEXT_TOKENS, DRAFTED_CONTEXT_TOKENS = 24, 96
+"""Tokens decoded at each length of context, enough for a median of the cycles: at one token a round by script, and
+where no script can be used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,20 +139,27 @@ def plain_answers(questions: list[Question], settings: Settings, scratch: Path) 
     return [answer.token_ids for answer in run.answers]
 
 
-def context_questions(questions: Sequence[Question], lengths: Sequence[int], bundle: Bundle) -> list[Question]:
+def context_new_tokens(backend: str) -> int:
+    """Tokens decoded at each length of context."""
+    return SCRIPTED_CONTEXT_TOKENS if backend in SCRIPTABLE_BACKENDS else DRAFTED_CONTEXT_TOKENS
+
+
+def context_questions(
+    questions: Sequence[Question], lengths: Sequence[int], bundle: Bundle, backend: str
+) -> list[Question]:
     """For each length a prompt of that many tokens: the last ones of all prompts in a row, repeated as needed.
 
     Raises:
         PromptError: a length the bundle's context has no room for.
     """
     text = [token for question in questions for token in question.ids]
-    made = []
+    made, new_tokens = [], context_new_tokens(backend)
     for length in lengths:
-        most = bundle.manifest.max_context_tokens - CONTEXT_NEW_TOKENS
+        most = bundle.manifest.max_context_tokens - new_tokens
         if not 1 <= length <= most:
             raise PromptError(f"A context of {length} tokens cannot be measured; this bundle has room for 1 to {most}.")
         ids = (text * (length // len(text) + 1))[-length:]
-        made.append(Question(ids, None, CONTEXT_NEW_TOKENS, [], context_tokens=length))
+        made.append(Question(ids, None, new_tokens, [], context_tokens=length))
     return made
 
 

@@ -38,6 +38,7 @@ from dflash_tools.device_conditions import environment_settings, read_conditions
 from dflash_tools.engine_place import EnginePlace, find_engine_place
 from dflash_tools.machine_probe import Machine
 from dflash_tools.power_meter import PowerMeter
+from dflash_tools.scripted_acceptance import SCRIPTABLE_BACKENDS
 
 Progress = Callable[[str, int, int], None]
 
@@ -84,7 +85,7 @@ def run_bench(path: Path, options: BenchOptions, scratch: Path, progress: Progre
     conditions, before = read_conditions(machine, uses_gpu=uses_gpu), read_state(machine, uses_gpu=uses_gpu)
     progress("prepare", 0, 1)
     questions = _questions(plan, options, scratch)
-    contexts = context_questions(questions, sorted(set(options.contexts)), plan.bundle)
+    contexts = context_questions(questions, sorted(set(options.contexts)), plan.bundle, options.backend)
     entrants = convert_for_genai(plan.entrants, options.genai_folder, scratch)
     with PowerMeter(uses_gpu=uses_gpu) as meter:
         runs = run_rounds(entrants, plan.settings, [*questions, *contexts], options.rounds, scratch, progress)
@@ -126,6 +127,11 @@ class _Plan:
 
 def _make_plan(path: Path, options: BenchOptions, machine: Machine) -> _Plan:
     """Everything that can be refused, before anything is measured."""
+    if options.scripted and options.backend not in SCRIPTABLE_BACKENDS:
+        raise DFlashError(
+            f"--scripted-acceptance cannot measure {options.backend}, which verifies a block while it drafts it; it "
+            f"measures {', '.join(SCRIPTABLE_BACKENDS)}."
+        )
     bundle = Bundle.open(path)
     place = find_engine_place(bundle, options.backend, machine)
     modes = our_modes(bundle, options.block_sizes, options.scripted)

@@ -67,6 +67,7 @@ TENSORRT = ("tensorrt", "tensorrt-rtx")
     show_default=True,
     help="auto: the bundle shares the checkpoint's files where it can; link: by hard links, or stop; copy: never.",
 )
+@click.option("--offline", is_flag=True, help="Use what is in the local Hugging Face cache alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def command(
     target: str,
@@ -80,6 +81,7 @@ def command(
     capabilities: tuple[str, ...],
     gate: str,
     weights_copy: str,
+    offline: bool,
     as_json: bool,
 ) -> None:
     """Exports TARGET, and DRAFTER where there is one, into a bundle, and checks every step against PyTorch.
@@ -101,6 +103,7 @@ def command(
         template_args=arguments,
         gate=gate,
         weights_copy=weights_copy,
+        local_files_only=offline,
     )
     engines = [EngineOptions(backend, one) for one in capabilities or (None,)] if backend in TENSORRT else []
     if capabilities and not engines:

@@ -11,6 +11,8 @@ from dflash_tools.model_shape import DrafterShape, KvLayer, Matrix, ModelShape
 
 _DRAFTER = "drafter."
 _FUSE = "drafter.fc"
+_TABLES = ("embed_tokens.weight", "lm_head.weight", "_codebook")
+"""What a drafter may have of its own with a row per token."""
 _FLOATS = ("F32", "F16", "BF16")
 
 
@@ -46,13 +48,15 @@ def drafter_shape_of_bundle(bundle: Bundle, target: ModelShape) -> DrafterShape:
     if facts is None:
         raise BundleError(f"{bundle.path} has no drafter. Add one with: dflash-export add-drafter BUNDLE DRAFTER")
     own = {name: e for name, e in weights.items() if name.startswith(_DRAFTER) and not name.startswith(_FUSE)}
+    tables = [own.pop(name) for name in list(own) if name.endswith(_TABLES)]
     kv = _kv_layers(facts.context_graph.state)
     body = ModelShape(
         name=facts.name, family="dflash", num_layers=facts.num_layers, hidden_size=facts.hidden_size,
         vocab_size=target.vocab_size, num_heads=_query_rows(own, facts.hidden_size) // kv[0].head_dim,
         head_dim=kv[0].head_dim, num_kv_heads=kv[0].kv_heads, intermediate_size=_widest(own, facts.hidden_size),
         matrices=_matrices(own.values()), vector_elements=sum(_elements(e) for e in own.values() if len(e.shape) < 2),
-        embedding_elements=0, head_elements=0, kv_layers=kv, max_position_tokens=target.max_position_tokens,
+        embedding_elements=0, head_elements=sum(_elements(e) for e in tables), kv_layers=kv,
+        max_position_tokens=target.max_position_tokens,
     )  # fmt: skip
     rows, columns = next(e.shape for name, e in weights.items() if name.startswith(_FUSE))
     taps = len(bundle.manifest.taps.layer_ids)

@@ -10,6 +10,7 @@ import click
 # name -> module that holds the click command `command`
 SUBCOMMANDS = {
     "plan": "dflash_tools.plan_command",
+    "check-pair": "dflash_tools.check_pair_command",
     "build": "dflash_tools.build_command",
     "add-drafter": "dflash_tools.add_drafter_command",
     "engines": "dflash_tools.engines_command",

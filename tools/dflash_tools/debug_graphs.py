@@ -6,7 +6,7 @@ A tensor gets its name from the weight that makes it: what is computed with `mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -16,6 +16,7 @@ from dflash_engines.portable_graph import load_portable
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.engine_record import engine_folder, open_engine
 from dflash_tools.ort_probe import OrtProbe, open_session, widened
+from dflash_tools.reference_record import CONTEXT, DRAFTER, TARGET
 
 INPUT = ":input"
 _HIDDEN = "hidden_states."
@@ -24,7 +25,8 @@ PORTABLE = "portable"
 
 
 def open_debug_probe(
-    bundle: Bundle, form: str, capacity_rows: int, *, inner: bool = True, exact: bool = False
+    bundle: Bundle, form: str, capacity_rows: int, *, inner: bool = True, exact: bool = False,
+    kinds: Sequence[str] = (TARGET, CONTEXT, DRAFTER),
 ) -> OrtProbe:
     """Opens graphs with their inner tensors in the open.
 
@@ -34,6 +36,7 @@ def open_debug_probe(
         capacity_rows: Rows of the caches.
         inner: Show inner tensors too.
         exact: Compute a half-precision portable graph in fp32; otherwise each result is rounded as the graph says.
+        kinds: Which graphs to open.
     """
     sessions, shown, names = dict[str, Any](), dict[str, dict[str, str]](), set[str]()
     precision, upcast = bundle.manifest.precision, False
@@ -41,14 +44,14 @@ def open_debug_probe(
     if form != PORTABLE:
         record = open_engine(bundle, form)
         precision, upcast, folder = record.execution_precision, record.upcast, engine_folder(bundle, form)
-    files = bundle.manifest.graph_files()
+    files = {kind: file for kind, file in bundle.manifest.graph_files().items() if kind in kinds}
     models = {k: load_portable(bundle, f) if form == PORTABLE else ir.load(folder / f) for k, f in files.items()}
     half = form == PORTABLE and precision != "fp32"
     if half:
         edit, upcast, precision = (to_fp32, True, "fp32") if exact else (emulate_half, False, precision)
     for kind, model in models.items():
         if inner:
-            shown[kind] = _show(model)
+            shown[kind] = _show(model, _named_values(bundle, files[kind], model) if form != PORTABLE else {})
         models[kind] = edit(model) if half else model
         names |= {n for n in models[kind].graph.initializers if upcast and n in bundle.manifest.weights}
     wide = widened(bundle, names)
@@ -98,12 +101,19 @@ def _is_bias(static: list[ir.Value], owners: dict[int, set[str]]) -> bool:
     return any(name.endswith(".bias") for value in static for name in owners[id(value)])
 
 
-def _show(model: ir.Model) -> dict[str, str]:
-    """Makes inner tensors outputs; output -> name."""
+def _named_values(bundle: Bundle, file: str, lowered: ir.Model) -> dict[str, ir.Value]:
+    """Inner tensors of a lowered graph that kept the name of their value in the portable one."""
+    values = {value.name: value for node in lowered.graph for value in node.outputs}
+    portable = inner_values(ir.load(bundle.file(file)))
+    return {name: values[value.name] for name, value in portable.items() if value.name in values}
+
+
+def _show(model: ir.Model, known: dict[str, ir.Value]) -> dict[str, str]:
+    """Makes inner tensors outputs, by the names that are known and by those of the graph; output -> name."""
     present = {value.name for value in model.graph.outputs}
     taken = present | {value.name for value in model.graph.inputs}
     shown: dict[str, str] = {}
-    for name, value in inner_values(model).items():
+    for name, value in {**inner_values(model), **known}.items():
         if value.name is None or value.name in taken:
             continue
         if value.name not in shown:

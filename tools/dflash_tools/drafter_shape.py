@@ -31,7 +31,7 @@ def assumed_drafter(target: ModelShape, num_taps: int = DEFAULT_TAPS) -> Drafter
 
 
 def read_drafter_shape(config: Mapping[str, Any], target: ModelShape, name: str) -> DrafterShape:
-    """The sizes a plain DFlash drafter's config.json describes.
+    """The sizes a DFlash or DFlash 2 drafter's config.json describes, in any of its layouts.
 
     Raises:
         UnsupportedModelError: another kind of drafter.
@@ -39,7 +39,9 @@ def read_drafter_shape(config: Mapping[str, Any], target: ModelShape, name: str)
         PairError: its width is not the target's, or a tap lies beyond the target's layers.
     """
     from dflash_export.drafter_kinds import refuse_other_kinds
+    from dflash_export.drafter_layouts import find_layout
 
+    config = find_layout(config).to_zlab(config, name)
     nested = config.get("dflash_config") or {}
     if not isinstance(nested, Mapping):
         raise CheckpointError(f"{name}: dflash_config is {type(nested).__name__} where an object is expected.")
@@ -72,13 +74,19 @@ def _build(
     kv_heads, inner = count("num_key_value_heads", heads), count("intermediate_size")
     D, taps = count("head_dim", H // heads), _num_taps(config, nested, target, name)
     q, kv, bias = heads * D, kv_heads * D, bool(config.get("attention_bias", False))
-    matrices = (Matrix(q, H, layers), Matrix(kv, H, 2 * layers), Matrix(H, q, layers), Matrix(inner, H, 2 * layers),
-                Matrix(H, inner, layers))  # fmt: skip
+    matrices = [Matrix(q, H, layers), Matrix(kv, H, 2 * layers), Matrix(H, q, layers), Matrix(inner, H, 2 * layers),
+                Matrix(H, inner, layers)]  # fmt: skip
     vectors = layers * (2 * H + 2 * D + (q + 2 * kv + H if bias else 0)) + 2 * H  # hidden_norm and norm at the end
+    if any(nested.get(key, config.get(key)) is not None for key in ("conv_kernel_size", "selector_rank")):
+        taken, rank = count("conv_kernel_size"), count("selector_rank")  # what DFlash 2 adds
+        matrices += [Matrix(2 * taken * (H // count("conv_group_size")), H, 2 * layers), Matrix(rank, H)]
+        vectors += layers * 2 * (2 * taken * H) + 2 * target.vocab_size * rank  # fixed kernels, and two codebooks
+    own_head = count("draft_vocab_size", target.vocab_size)
+    head = 0 if own_head == target.vocab_size else own_head * H
     body = ModelShape(
         name=name, family="dflash", num_layers=layers, hidden_size=H, vocab_size=target.vocab_size, num_heads=heads,
-        head_dim=D, num_kv_heads=kv_heads, intermediate_size=inner, matrices=matrices, vector_elements=vectors,
-        embedding_elements=0, head_elements=0, kv_layers=(KvLayer(kv_heads, D),) * layers,
+        head_dim=D, num_kv_heads=kv_heads, intermediate_size=inner, matrices=tuple(matrices), vector_elements=vectors,
+        embedding_elements=0, head_elements=head, kv_layers=(KvLayer(kv_heads, D),) * layers,
         max_position_tokens=count("max_position_embeddings", target.max_position_tokens),
     )  # fmt: skip
     width = count("target_hidden_size", H)

@@ -23,6 +23,12 @@ class GraphProbe(Protocol):
     precision: str
     """fp32, fp16 or bf16: what it computes in."""
 
+    shows_block_rows: bool
+    """Whether the drafter's own key and value rows of a block are handed out."""
+
+    def can_draft(self, size: int) -> bool:
+        """Whether it drafts blocks of this size as such, and not as a larger block that is cut."""
+
     def reset(self) -> None:
         """Empty caches."""
 
@@ -36,7 +42,7 @@ class GraphProbe(Protocol):
         """One draft from anchor and mask ids: draft logits [b-1, V], draft ids, the block's own cache rows."""
 
     def cache_rows(self, model: str) -> Tensors:
-        """All rows of the caches of `target` or `drafter`, by name."""
+        """The rows of the caches of `target` or `drafter` from the first to the last that was written, by name."""
 
 
 def joined_taps(tensors: Tensors) -> Array:

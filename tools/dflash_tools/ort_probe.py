@@ -24,6 +24,8 @@ UNWRITTEN = 3.0
 class OrtProbe:
     """Target and drafter as ONNX Runtime sessions over plain arrays."""
 
+    shows_block_rows = True
+
     def __init__(self, name: str, precision: str, bundle: Bundle, sessions: Mapping[str, ort.InferenceSession],
                  capacity_rows: int, inner: Mapping[str, Mapping[str, str]] | None = None, weights: object = None
                  ) -> None:
@@ -48,6 +50,10 @@ class OrtProbe:
         self._capacity_rows = capacity_rows
         self._caches: dict[str, dict[str, Array]] = {}
         self.reset()
+
+    def can_draft(self, size: int) -> bool:
+        """See `GraphProbe.can_draft`."""
+        return True
 
     def reset(self) -> None:
         """See `GraphProbe.reset`."""
@@ -84,14 +90,19 @@ class OrtProbe:
         found = dict(zip(names, values, strict=True))
         state = {tensor.output: tensor.input for tensor in facts.state}
         tensors: Tensors = {}
+        inner = self._inner.get(kind, {})
         for name, value in found.items():
             if name in state:
                 caches[state[name]] = value
                 tensors[name] = cache_rows_of(value, position, position + rows)
             elif name == "taps":
                 tensors |= split_taps(rows_of(value), self._tap_count)
+            elif name in inner:
+                # Some products are over [S, N] without a batch, and some over whole caches: those are no rows.
+                by_rows = value if value.ndim == 2 else rows_of(value)
+                tensors |= {inner[name]: by_rows} if len(by_rows) == rows else {}
             else:
-                tensors[self._inner.get(kind, {}).get(name, name)] = rows_of(value)
+                tensors[name] = rows_of(value)
         return tensors
 
 
@@ -113,7 +124,7 @@ def open_engine_probe(bundle: Bundle, backend: str, capacity_rows: int, threads:
     sessions = dict[str, ort.InferenceSession]()
     for kind, file in bundle.manifest.graph_files().items():
         data = (engine_folder(bundle, backend) / file).read_bytes()
-        folded = record.folded_weights.get(file, [])
+        folded = record.folded_weights.get(file, []) if record.upcast else []
         sessions[kind] = open_session(data, bundle.path.resolve(), wide, folded, threads)
     return OrtProbe(backend, record.execution_precision, bundle, sessions, capacity_rows, weights=wide)
 

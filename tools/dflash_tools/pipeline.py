@@ -112,6 +112,7 @@ def add_drafter(
     block_sizes: tuple[int, ...] = (),
     template_args: dict[str, Any] | None = None,
     gate: str = "auto",
+    local_files_only: bool = False,
 ) -> BuildReport:
     """Gives a bundle its drafter; the target is neither traced nor copied again, and its checkpoint not needed.
 
@@ -123,6 +124,7 @@ def add_drafter(
         block_sizes: Block sizes to make engines for.
         template_args: Chat template arguments, over what is known of the drafter.
         gate: `full`, `layers` or `auto`.
+        local_files_only: Use the hub cache alone.
 
     Raises:
         DFlashError: anything the user can mend; the bundle is as it was.
@@ -130,7 +132,7 @@ def add_drafter(
     started = time.monotonic()
     clear_leftovers(bundle_path.absolute())
     bundle = Bundle.open(bundle_path)
-    plan = plan_addition(bundle, drafter, block_sizes)
+    plan = plan_addition(bundle, drafter, block_sizes, local_files_only)
     with staged_folder(bundle_path) as root:
         manifest = write_with_drafter(
             bundle, plan, root, progress, block_sizes=block_sizes, template_args=template_args
@@ -148,7 +150,7 @@ def add_drafter(
                 require_passed(rows)
                 rows += check_tokens(root, manifest, backend, *_plain_texts(root, manifest, backend))
         _conclude(root, manifest, rows)
-    return _report(bundle_path, started, list(plan.config.notes))
+    return _report(bundle_path, started, plan.notes)
 
 
 def _passes(backend: str) -> PrecisionPasses:

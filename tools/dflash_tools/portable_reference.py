@@ -7,7 +7,8 @@ from typing import Any
 
 import onnxruntime as ort
 
-from dflash_runtime.bundle import Bundle
+from dflash_export.drafter_kinds import PLAIN_ARCHITECTURE
+from dflash_runtime.bundle import Bundle, DrafterFacts
 from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools.debug_graphs import PORTABLE, open_debug_probe
 from dflash_tools.reference_file import Reference
@@ -40,6 +41,7 @@ def portable_reference(bundle: Bundle, progress: Progress) -> Reference:
         tap_layer_ids=manifest.taps.layer_ids,
         drafter_windows=[] if drafter is None else [t.window_tokens for t in drafter.graph.state[0::2]],
         trained_block_size=None if drafter is None else drafter.block_size,
+        proposes_likeliest=drafter is None or _proposes_likeliest(drafter, manifest.target.vocab_size),
     )
     versions = {"dflash-export": importlib.metadata.version("dflash-export"), "onnxruntime": ort.__version__}
     order = Order(
@@ -51,6 +53,11 @@ def portable_reference(bundle: Bundle, progress: Progress) -> Reference:
     if manifest.precision != "fp32":
         halves[manifest.precision] = open_debug_probe(bundle, PORTABLE, rows)
     return make_reference(order, prompts, oracle, halves, progress, {"outputs": 1 << 30, "inner": 1 << 30})
+
+
+def _proposes_likeliest(drafter: DrafterFacts, vocab_size: int) -> bool:
+    width = next(output.shape[-1] for output in drafter.graph.outputs if output.name == "draft_logits")
+    return width == vocab_size and drafter.architecture == PLAIN_ARCHITECTURE
 
 
 def _prompts(bundle: Bundle, new_tokens: int) -> list[Prompt]:

@@ -112,6 +112,7 @@ def _pair_facts(
         tap_layer_ids=list(manifest.taps.layer_ids if plan is None else plan.config.target_layer_ids),
         drafter_windows=[] if plan is None else plan.config.windows,
         trained_block_size=None if plan is None else plan.config.block_size,
+        proposes_likeliest=plan is None or (plan.config.dflash2 is None and plan.config.draft_vocab_size is None),
     )
 
 

@@ -16,7 +16,7 @@ from dflash_export.deviation import deviation
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle, FileFacts, decode, write_text_atomically
 from dflash_runtime.errors import BundleError, OutputError
 from dflash_tools.reference_record import REFERENCE_SCHEMA_VERSION, ReferenceFacts
-from dflash_tools.reference_tensors import Array, is_output, sketch
+from dflash_tools.reference_tensors import Array, is_choice, is_output, sketch
 
 FOLDER = "reference"
 _FACTS = "facts"
@@ -45,7 +45,7 @@ class Reference:
 
     def is_sketched(self, name: str) -> bool:
         """Whether only sketches of a tensor's rows are kept."""
-        return ("outputs" if is_output(name) else "inner") in self.facts.sketched
+        return not is_choice(name) and ("outputs" if is_output(name) else "inner") in self.facts.sketched
 
     def row_deviations(self, key: str, name: str, found: Array) -> Array:
         """Relative deviation of each row of a tensor, infinite where it is not finite or of another shape.
@@ -58,6 +58,9 @@ class Reference:
         expected = self.expected(key)[: len(found)]
         if len(expected) != len(found):
             return np.full(len(found), np.inf)
+        if is_choice(name):
+            wrong: Array = (found != expected).any(-1).astype(np.float64)
+            return wrong
         seen = sketch(found) if self.is_sketched(name) else found
         rows = [
             deviation(seen[r : r + 1], expected[r : r + 1]) if np.isfinite(found[r]).all() else np.inf

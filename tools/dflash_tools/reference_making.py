@@ -23,12 +23,21 @@ from dflash_tools.reference_record import (
     ReferenceText,
     Round,
 )
-from dflash_tools.reference_tensors import Array, Tensors, is_output, sketch
+from dflash_tools.reference_tensors import (
+    CHOICE_IDS,
+    CHOICE_SCORES,
+    Array,
+    Tensors,
+    is_choice,
+    is_output,
+    likeliest,
+    sketch,
+)
 
-TOP_COUNT = 16
-"""Likeliest tokens whose logits are kept at every place, to judge another choice by its distance."""
 BUDGET_BYTES = {"outputs": 3 << 20, "inner": 1 << 20}
 """Above this the rows of all tensors of a kind are sketched."""
+
+_NOT_KEPT = ("token_ids", CHOICE_IDS, CHOICE_SCORES)
 
 Progress = Callable[[str, int, int], None]
 
@@ -80,13 +89,13 @@ def make_reference(
     progress("reference texts", len(prompts), len(prompts))
     results = _run(calls, texts, oracle, progress)
     own_deviations = {name: _own(calls, results, texts, half) for name, half in halves.items()}
-    sketched = _keep(results, arrays, budgets or BUDGET_BYTES)
+    sketched = _keep(calls, results, arrays, budgets or BUDGET_BYTES)
     for n, text in enumerate(texts):
-        arrays[f"text{n}.taps"] = joined_taps(results[text.whole_call])
-        _keep_tops(f"text{n}.top", results[text.whole_call]["logits"][len(text.ids) - 1 : -1], arrays)
-    for n in range(1, len(texts)):
-        del arrays[f"text{n}.taps"]  # the drafter's calls are made on the first text
-    names = [list(result) for result in results]
+        logits = results[text.whole_call]["logits"][len(text.ids) - 1 : -1]
+        arrays[f"text{n}.top_ids"], arrays[f"text{n}.top_logits"] = likeliest(logits)
+    if order.pair.has_drafter:  # its calls are made on the first text
+        arrays["text0.taps"] = joined_taps(results[texts[0].whole_call])
+    names = [[name for name in result if f"{number}/{name}" in arrays] for number, result in enumerate(results)]
     facts = ReferenceFacts(
         REFERENCE_SCHEMA_VERSION, order.oracle, order.precision, order.config_sha256, order.pair, texts, calls, names,
         sketched, own_deviations, order.versions,
@@ -108,8 +117,8 @@ def _text(order: Order, prompt: Prompt, oracle: GraphProbe, index: int, before: 
     if pair.has_drafter and pair.mask_token_id is not None:
         # Every row of the drafter's context, from all taps at once.
         calls.append(Call(CONTEXT, first + 2, index, 0, [], len(whole), 0, f"context of all {len(whole)} rows"))
-        for r, logits in enumerate(drafts):
-            _keep_tops(f"text{index}.round{r}", logits, arrays)
+        for r, (ids, scores) in enumerate(drafts):
+            arrays[f"text{index}.round{r}_ids"], arrays[f"text{index}.round{r}_logits"] = ids, scores
         if index == 0:
             sizes = sorted({2, *order.block_sizes})
             calls += drafter_calls(index, first + 3, prompt.ids, whole, sizes, pair.mask_token_id)
@@ -117,11 +126,11 @@ def _text(order: Order, prompt: Prompt, oracle: GraphProbe, index: int, before: 
 
 
 def generate(oracle: GraphProbe, ids: Sequence[int], new_tokens: int, block_size: int, mask: int | None
-             ) -> tuple[list[int], list[Round], list[Array]]:
+             ) -> tuple[list[int], list[Round], list[tuple[Array, Array]]]:
     """Greedy tokens and, with a drafter, its rounds: written out here, not by the loop it is a reference for.
 
     Returns:
-        Tokens, rounds, and the draft logits [b - 1, V] of each round.
+        Tokens, rounds, and the best candidates of each round's slots with their scores, [b - 1, k].
     """
     oracle.reset()
     found = oracle.target(ids, 0)
@@ -134,9 +143,9 @@ def generate(oracle: GraphProbe, ids: Sequence[int], new_tokens: int, block_size
         proposed: list[int] = []
         size = min(block_size, room + 1)
         if mask is not None and size > 1:
-            logits = oracle.draft([tokens[-1], *[mask] * (size - 1)], position)["draft_logits"]
-            proposed = [int(token) for token in logits.argmax(-1)]
-            drafts.append(logits)
+            found = oracle.draft([tokens[-1], *[mask] * (size - 1)], position)
+            proposed = [int(token) for token in found["draft_ids"][:, 0]]
+            drafts.append(_candidates(found))
         found = oracle.target([tokens[-1], *proposed], position)
         chosen = [int(token) for token in found["logits"].argmax(-1)]
         right = next((i for i, token in enumerate(proposed) if token != chosen[i]), len(proposed))
@@ -146,6 +155,13 @@ def generate(oracle: GraphProbe, ids: Sequence[int], new_tokens: int, block_size
             rounds.append(Round(position, tokens[-1], proposed, committed))
         tokens += committed
     return tokens, rounds, drafts
+
+
+def _candidates(found: Tensors) -> tuple[Array, Array]:
+    """Of an oracle that says by what it chose; of another one the likeliest tokens."""
+    if CHOICE_IDS in found:
+        return found[CHOICE_IDS], found[CHOICE_SCORES]
+    return likeliest(found["draft_logits"])
 
 
 def run_call(probe: GraphProbe, call: Call, taps: Array | None) -> Tensors:
@@ -167,7 +183,7 @@ def _run(calls: Sequence[Call], texts: Sequence[ReferenceText], probe: GraphProb
             probe.reset()
         whole = texts[call.text].whole_call
         found = run_call(probe, call, joined_taps(results[whole]) if whole < number else None)
-        results.append({name: array for name, array in found.items() if name not in ("token_ids", "draft_ids")})
+        results.append({name: array for name, array in found.items() if name not in _NOT_KEPT})
     progress("reference calls", len(calls), len(calls))
     return results
 
@@ -196,7 +212,7 @@ def _own(calls: Sequence[Call], exact: Sequence[Tensors], texts: Sequence[Refere
 
 
 def _add_deviations(worst: dict[str, float], graph: str, found: Tensors, expected: Tensors) -> None:
-    for name in expected.keys() & found.keys():
+    for name in [name for name in expected.keys() & found.keys() if not is_choice(name)]:
         key = f"{graph}/{name}"
         worst[key] = max(worst.get(key, 0.0), deviation(found[name], expected[name]))
 
@@ -205,25 +221,23 @@ def _margin_change(found: Array, exact: Array) -> float:
     """Largest change of the distance from the likeliest token to one of the next likely ones, in logits."""
     if not np.isfinite(found).all():
         return float("inf")
-    top = np.argsort(-exact, axis=-1)[:, :TOP_COUNT]
+    top, _ = likeliest(exact)
     one, two = (np.take_along_axis(logits, top, -1) for logits in (found, exact))
     return float(np.abs((one[:, :1] - one) - (two[:, :1] - two)).max())
 
 
-def _keep(results: Sequence[Tensors], arrays: dict[str, Array], budgets: Mapping[str, int]) -> list[str]:
+def _keep(
+    calls: Sequence[Call], results: Sequence[Tensors], arrays: dict[str, Array], budgets: Mapping[str, int]
+) -> list[str]:
     """Keeps tensors whole, or sketched where a kind of them is larger than its budget."""
     sketched = []
     for kind, wanted in (("outputs", True), ("inner", False)):
-        chosen = {f"{number}/{name}": array for number, result in enumerate(results)
+        chosen = {(number, name): array for number, result in enumerate(results)
                   for name, array in result.items() if is_output(name) == wanted}  # fmt: skip
         if sum(array.nbytes for array in chosen.values()) > budgets[kind]:
             sketched.append(kind)
-            chosen = {key: sketch(array) for key, array in chosen.items()}
-        arrays |= chosen
+            if kind == "inner":  # a closer look begins at the first call that is wrong: the first text's are enough
+                chosen = {key: array for key, array in chosen.items() if calls[key[0]].text == 0}
+            chosen = {key: array if is_choice(key[1]) else sketch(array) for key, array in chosen.items()}
+        arrays |= {f"{number}/{name}": array for (number, name), array in chosen.items()}
     return sketched
-
-
-def _keep_tops(key: str, logits: Array, arrays: dict[str, Array]) -> None:
-    ids = np.argsort(-logits, axis=-1, kind="stable")[:, :TOP_COUNT]
-    arrays[f"{key}_ids"] = ids.astype(np.int64)
-    arrays[f"{key}_logits"] = np.take_along_axis(logits, ids, -1).astype(np.float32)

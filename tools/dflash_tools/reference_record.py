@@ -24,6 +24,8 @@ class PairFacts:
     drafter_windows: list[int | None]
     trained_block_size: int | None
     """Tokens of a block, anchor included."""
+    proposes_likeliest: bool
+    """Proposals are the likeliest tokens of the draft logits, without a selector or a vocabulary of the drafter's."""
 
 
 @dataclasses.dataclass(frozen=True)

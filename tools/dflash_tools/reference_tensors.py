@@ -18,8 +18,17 @@ Tensors = dict[str, Array]
 """Name -> [R, N], in the order in which they are computed."""
 
 SKETCH_WIDTH = 8
+TOP_COUNT = 16
+"""Likeliest tokens whose scores are kept at every place, to judge another choice by its distance."""
+CHOICE_IDS, CHOICE_SCORES = "choice_ids", "choice_scores"
+"""The best candidates of each proposal and what they were chosen by, [b - 1, k]: of PyTorch only."""
 _SIGN_SEED = 8128
 _OUTPUT = re.compile(r"(logits|draft_logits|token_ids|draft_ids|taps\.\d+|present\.\d+\.(key|value))$")
+
+
+def is_choice(name: str) -> bool:
+    """Whether a tensor holds token ids."""
+    return name.endswith("_ids")
 
 
 def is_output(name: str) -> bool:
@@ -30,6 +39,12 @@ def is_output(name: str) -> bool:
 def rows_of(array: Array) -> Array:
     """[1, R, ...] -> [R, N]."""
     return np.ascontiguousarray(array.reshape(array.shape[1], -1))
+
+
+def likeliest(logits: Array) -> tuple[Array, Array]:
+    """The likeliest tokens of each row and their logits, [R, k], likeliest first."""
+    ids = np.argsort(-logits, axis=-1, kind="stable")[:, :TOP_COUNT]
+    return ids.astype(np.int64), np.take_along_axis(logits, ids, -1).astype(np.float32)
 
 
 def cache_rows_of(array: Array, start: int, end: int) -> Array:

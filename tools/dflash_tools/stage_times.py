@@ -26,7 +26,7 @@ class Call:
 class TimedBackend:
     """Passes every call on and keeps its times, for the request since the last `reset`.
 
-    A backend that only enqueues its draft and waits in the verify shows both as verify.
+    A backend that verifies a block while it drafts it, and waits once, shows the whole cycle as draft.
     """
 
     def __init__(self, backend: Backend) -> None:

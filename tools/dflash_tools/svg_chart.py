@@ -16,6 +16,8 @@ ROW = 30
 LABEL_CHARACTER = 6.9
 """Width of a character of a row's label, about, at the page's 13 pixels."""
 NUM_COLOURS = 6
+WIDEST_WHISKER = 1.6
+"""Times the largest value an axis reaches at most."""
 _DASHES = ("", "7 4", "2 4", "10 4 2 4", "4 3", "12 5")
 
 
@@ -45,13 +47,12 @@ class Series:
 
 def bars(rows: Sequence[Measured], axis: str) -> str:
     """Horizontal bars from zero, with the range of each as a whisker."""
-    return _rows(rows, axis, None, 0.0)
+    return _rows(rows, axis, None)
 
 
 def dots(rows: Sequence[Measured], axis: str, reference: float) -> str:
     """Dots with whiskers beside a line at `reference`, which a whisker must clear to mean anything."""
-    low = min(reference, *(row.low for row in rows))
-    return _rows(rows, axis, reference, low - 0.08 * (max(reference, *(row.high for row in rows)) - low))
+    return _rows(rows, axis, reference)
 
 
 def stacked(rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str], axis: str, unit: str) -> str:
@@ -118,16 +119,23 @@ def _line(k: int, line: Series, x_scale: Callable[[float], float], y_scale: Call
     return out
 
 
-def _rows(rows: Sequence[Measured], axis: str, reference: float | None, low: float) -> str:
+def _rows(rows: Sequence[Measured], axis: str, reference: float | None) -> str:
     left = _label_width([row.label for row in rows])
     note = max(len(row.note) for row in rows) * LABEL_CHARACTER
     top = 10
     height = top + ROW * len(rows) + 44
-    scale, ticks = _scale(low, max(row.high for row in rows), left, WIDTH - 20 - note)
+    values = [row.value for row in rows] + ([] if reference is None else [reference])
+    # One wild whisker must not press all others together: it runs off the axis, without an end.
+    most = min(max(row.high for row in rows), WIDEST_WHISKER * max(values))
+    least = 0.0 if reference is None else min(reference, *(row.low for row in rows))
+    low = max(0.0, least - 0.08 * (most - least))
+    scale, ticks = _scale(low, most, left, WIDTH - 20 - note)
     out = _grid(ticks, scale, top - 4, height - 40, axis, height)
     if reference is not None:
         x = scale(reference)
         out.append(f'<line class="reference" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4}" y2="{height - 40}"/>')
+        if reference not in ticks:
+            out.append(_text(x, height - 24, _number(reference), "middle"))
     for i, row in enumerate(rows):
         y = top + ROW * i
         middle = y + ROW / 2 - 2
@@ -137,15 +145,17 @@ def _rows(rows: Sequence[Measured], axis: str, reference: float | None, low: flo
             width = scale(row.value) - scale(low)
             shape = f'<rect x="{scale(low):.1f}" y="{y + 3}" width="{width:.1f}" height="{ROW - 10}" rx="2"'
             out.append(_shape(shape, row.colour, title))
-        out.append(_whisker(scale(row.low), scale(row.high), middle))
+        end = scale(min(row.high, most))
+        out.append(_whisker(scale(row.low), end, middle, ends_in_sight=row.high <= most))
         if reference is not None:
             out.append(_shape(f'<circle cx="{scale(row.value):.1f}" cy="{middle}" r="6"', row.colour, title))
-        out.append(_text(scale(row.high) + 12, y + 17, row.note, "start", "faint"))
+        out.append(_text(end + 12, y + 17, row.note, "start", "faint"))
     return _svg(height, out, f"{axis}: " + ", ".join(f"{row.label} {row.value:.2f}" for row in rows))
 
 
-def _whisker(low: float, high: float, y: float) -> str:
-    ends = "".join(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 4}" y2="{y + 4}"/>' for x in (low, high))
+def _whisker(low: float, high: float, y: float, *, ends_in_sight: bool) -> str:
+    seen = (low, high) if ends_in_sight else (low,)
+    ends = "".join(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 4}" y2="{y + 4}"/>' for x in seen)
     return f'<g class="whisker"><line x1="{low:.1f}" x2="{high:.1f}" y1="{y}" y2="{y}"/>{ends}</g>'
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from dflash_export.drafter_weights import PREFIX, load_drafter
 from dflash_export.reference_run import Step, TargetReference
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
 from dflash_tools.reference_tensors import Array, Tensors, cache_rows_of, rows_of
+from dflash_tools.torch_choices import choices
 
 INPUT = ":input"
+_BEFORE_ROWS = re.compile(r"(k_proj|k_proj:input|k_norm|v_proj|input_layernorm|attention_conv\.kernel_projection)$")
 
 
 class TorchOracle:
@@ -28,6 +31,7 @@ class TorchOracle:
     """
 
     name = "PyTorch"
+    shows_block_rows = True
 
     def __init__(
         self, target: TargetReference, tap_layer_ids: Sequence[int], drafter: Drafter | None, precision: str,
@@ -81,6 +85,10 @@ class TorchOracle:
             name = own.removesuffix(".weight")
         return cls(target, tap_layer_ids, module, precision, name)
 
+    def can_draft(self, size: int) -> bool:
+        """See `GraphProbe.can_draft`."""
+        return True
+
     def reset(self) -> None:
         """See `GraphProbe.reset`."""
         self._target.cache = _WatchedCache(self._cache_rows_written)
@@ -131,7 +139,9 @@ class TorchOracle:
         self._seen, self._watching = {}, True
         hidden = drafter.block(torch.tensor([list(ids)]), torch.arange(position, position + len(ids))[None], attend)
         self._watching = False
-        return {**self._in_order(block), "draft_logits": rows_of(drafter.logits(hidden[:, 1:]).float().numpy())}
+        logits = drafter.logits(hidden[:, 1:])
+        made = choices(drafter, hidden, logits, ids[0])
+        return {**self._in_order(block), "draft_logits": rows_of(logits.float().numpy()), **made}
 
     def cache_rows(self, model: str) -> Tensors:
         """See `GraphProbe.cache_rows`; of the target only."""
@@ -175,6 +185,8 @@ class TorchOracle:
         for name, module in drafter.named_modules():
             if module._parameters and name not in ("fc", "hidden_norm", "lm_head"):
                 known = self._embedding_name if name == "embed_tokens" else PREFIX + name
+                if name.endswith((".k_proj", ".gate_proj")):  # behind a convolution this is no norm's output
+                    module.register_forward_pre_hook(self._note_input(known))
                 module.register_forward_hook(self._hook(known))
 
     def _hook(self, name: str) -> Callable[..., None]:
@@ -184,6 +196,9 @@ class TorchOracle:
                 self._note(name, tensor)
 
         return after
+
+    def _note_input(self, name: str) -> Callable[..., None]:
+        return lambda module, args: self._note(name + INPUT, args[0])
 
     def _input_hook(self, name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
@@ -203,7 +218,7 @@ class TorchOracle:
             self._seen[name] = seen.pop(name)
         for layer, (key, value) in enumerate(rows):
             own = [n for n in seen if n.startswith(f"{PREFIX}layers.{layer}.")]
-            made = [n for n in own if n.rpartition(".")[2] in ("k_proj", "k_norm", "v_proj", "input_layernorm")]
+            made = [n for n in own if _BEFORE_ROWS.search(n)]
             self._seen |= {n: seen.pop(n) for n in made}
             self._watching = True
             self._note_rows(layer, key, value)

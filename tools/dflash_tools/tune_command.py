@@ -14,7 +14,9 @@ import click
 from dflash_runtime.backend import AVAILABLE
 from dflash_runtime.bundle import Bundle
 from dflash_tools.bench_prompts import REFERENCE, find_prompts
+from dflash_tools.bench_report import disturbance_notes
 from dflash_tools.block_choice import choose_block_size
+from dflash_tools.device_conditions import MomentaryState
 from dflash_tools.engine_place import find_engine_place
 from dflash_tools.error_lines import DFlashCommand
 from dflash_tools.machine_probe import Machine
@@ -87,3 +89,5 @@ def profile_lines(profile: SpeedProfile) -> Iterator[str]:
         choice = choose_block_size(profile, length)
         name = "plain decoding" if choice.block_size == 1 else f"block size {choice.block_size}"
         yield f"best at {length} tokens: {name}; {choice.reason}"
+    for note in disturbance_notes(now, MomentaryState(None, None, profile.load_average), []):
+        yield f"note: {note}"

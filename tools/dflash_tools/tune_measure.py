@@ -15,7 +15,7 @@ from dflash_tools.bench_entrants import our_modes
 from dflash_tools.bench_job import OURS, Answer, Job, Mode, Question
 from dflash_tools.bench_ours import OurEngine
 from dflash_tools.bench_prompts import PromptSet, template_text, thinking_words
-from dflash_tools.bench_rounds import CONTEXT_NEW_TOKENS, Settings, context_questions, make_questions
+from dflash_tools.bench_rounds import Settings, context_new_tokens, context_questions, make_questions
 from dflash_tools.bench_statistics import percentile
 from dflash_tools.device_conditions import read_conditions, read_state
 from dflash_tools.engine_place import EnginePlace
@@ -42,9 +42,9 @@ class TuneOptions:
     tool_version: str
 
 
-def contexts_for(bundle: Bundle, wanted: Sequence[int]) -> list[int]:
+def contexts_for(bundle: Bundle, wanted: Sequence[int], backend: str) -> list[int]:
     """The lengths to measure: those wanted, else the defaults this bundle has room for, and its longest."""
-    longest = bundle.manifest.max_context_tokens - CONTEXT_NEW_TOKENS
+    longest = bundle.manifest.max_context_tokens - context_new_tokens(backend)
     return sorted(set(wanted)) or [n for n in DEFAULT_CONTEXTS if n < longest] + [longest]
 
 
@@ -74,7 +74,8 @@ def measure_profile(
     modes = our_modes(bundle, options.block_sizes, ())
     with contextlib.closing(OurEngine(_job(settings, modes))) as engine:
         engine.answer(modes[-1], 0, dataclasses.replace(questions[0], max_new_tokens=16))  # warms up
-        at_lengths = context_questions(questions, contexts_for(bundle, options.contexts), bundle)
+        lengths = contexts_for(bundle, options.contexts, options.backend)
+        at_lengths = context_questions(questions, lengths, bundle, options.backend)
         costs = _costs(engine, modes, at_lengths, options.rounds, progress)
         acceptance = [_acceptance(engine, mode, questions, progress) for mode in modes if mode.block_size > 1]
     return SpeedProfile(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dflash_runtime import GenerationConfig, Session
 from dflash_runtime.backend import Backend
@@ -47,7 +47,8 @@ class AcceptanceGap:
 
 
 def check_acceptance(
-    session: Session, backend: Backend, reference: Reference, bounds: Bounds, facts: Sequence[Fact], graphs_right: bool
+    session: Session, backend: Backend, reference: Reference, bounds: Bounds, facts: Sequence[Fact], graphs_right: bool,
+    can_draft: Callable[[int], bool],
 ) -> tuple[Verdict, AcceptanceGap]:
     """Drafts every text, freely and from the reference's own state before each round.
 
@@ -58,6 +59,8 @@ def check_acceptance(
         bounds: fp32 allows no difference; half precision one within a multiple of PyTorch's own change of margins.
         facts: About the pair.
         graphs_right: Whether level graph passed, which tells numerics from other causes.
+        can_draft: Whether the engine drafts blocks of a size as such; rounds of other sizes, as the last ones of a
+            text are, are not compared.
     """
     rows, first = [fact.row() for fact in facts], next((f.divergence() for f in facts if f.is_wrong), None)
     texts, lengths, same_rounds = reference.facts.texts, list[list[int]](), 0
@@ -65,9 +68,12 @@ def check_acceptance(
         config = GenerationConfig(max_new_tokens=len(text.tokens), block_size=text.block_size, stop_token_ids=())
         result = session.generate(text.ids, config)
         lengths.append(result.acceptance_lengths)
-        expected = [one.proposed for one in text.rounds], [len(one.committed) for one in text.rounds]
-        same_rounds += (result.proposed_ids, result.acceptance_lengths) == expected
-    found = _differences(backend, reference)
+        count = next((n for n, one in enumerate(text.rounds) if not can_draft(1 + len(one.proposed))), len(text.rounds))
+        rounds = text.rounds[:count]
+        same_rounds += count > 0 and result.proposed_ids[:count] == [one.proposed for one in rounds] and (
+            result.acceptance_lengths[:count] == [len(one.committed) for one in rounds]
+        )
+    found = _differences(backend, reference, can_draft)
     rows.append(_proposal_row(found, reference, bounds))
     if bounds.exact:
         wrong = float(len(texts) - same_rounds)
@@ -79,15 +85,24 @@ def check_acceptance(
     return judge("acceptance", rows, first, [gap.text()]), gap
 
 
-def _differences(backend: Backend, reference: Reference) -> list[ProposalDifference]:
+def _differences(
+    backend: Backend, reference: Reference, can_draft: Callable[[int], bool]
+) -> list[ProposalDifference]:
     found = []
     for index, text in enumerate(reference.facts.texts):
         _, proposals, _ = replay_rounds(backend, text)
         for number, (one, proposed) in enumerate(zip(text.rounds, proposals, strict=True)):
-            for slot, (ours, theirs) in enumerate(zip(proposed, one.proposed, strict=True)):
-                if ours != theirs:
-                    margin = margin_of(reference, f"text{index}.round{number}", slot, ours)
-                    found.append(ProposalDifference(index, number, slot + 1, ours, theirs, margin))
+            if not can_draft(1 + len(proposed)):
+                continue
+            pairs = list(enumerate(zip(proposed, one.proposed, strict=True)))
+            wrong = [slot for slot, (ours, theirs) in pairs if ours != theirs]
+            if not reference.facts.pair.proposes_likeliest:
+                wrong = wrong[:1]  # a selector's later choices follow from this one
+            for slot in wrong:
+                margin = margin_of(reference, f"text{index}.round{number}", slot, proposed[slot])
+                found.append(
+                    ProposalDifference(index, number, slot + 1, proposed[slot], one.proposed[slot], margin)
+                )
     return found
 
 

@@ -11,6 +11,7 @@ from dflash_runtime.bundle import Bundle
 from dflash_tools.debug_graphs import PORTABLE, ancestors, inner_values, open_debug_probe
 from dflash_tools.reference_calls import capacity_rows
 from dflash_tools.reference_file import Reference
+from dflash_tools.reference_record import CONTEXT, DRAFTER, TARGET
 from dflash_tools.reference_tensors import is_output
 from dflash_tools.validate_comparison import Bounds, Difference
 from dflash_tools.validate_graph import CallResult, describe, run_calls
@@ -39,7 +40,8 @@ def look_inside(bundle: Bundle, reference: Reference, backend: str, precision: s
     rows = capacity_rows(reference.facts.calls, max(bundle.manifest.block_sizes))
     for form in (PORTABLE, *(one for one in _DEBUG_FORMS if one == backend)):
         exact = form == PORTABLE and precision == "fp32"
-        probe = open_debug_probe(bundle, form, rows, exact=exact)
+        kinds = (TARGET,) if bad.call.graph == TARGET else (CONTEXT, DRAFTER)
+        probe = open_debug_probe(bundle, form, rows, exact=exact, kinds=kinds)
         if probe.precision != precision:
             continue
         asked.append(probe.name)
@@ -57,10 +59,11 @@ def _first_inside(seen: CallResult, reference: Reference, model: ir.Model, seen_
     first = next(one for one in outputs if one.is_wrong)
     taps = reference.facts.pair.tap_layer_ids
     good = ancestors(model, _values([one for one in outputs if not one.is_wrong], taps))
-    behind = ancestors(model, _values([first], taps)) - good
+    behind = ancestors(model, _values([first], taps))
+    # The residual stream is the same thing on both sides; norms hide its scale from outputs that are right.
     names = {name: str(value.name) for name, value in inner_values(model).items()}
-    inner = [one for one in seen.compared if names.get(one.name) in behind and not is_output(one.name)]
-    wrong = [one for one in inner if one.is_wrong]
+    trusted = {name for name, value in names.items() if value in behind - good or name.startswith("hidden_states.")}
+    wrong = [one for one in seen.compared if one.is_wrong and one.name in trusted and names[one.name] in behind]
     if wrong:
         return describe(seen, wrong[0], reference, seen_on)
     return describe(seen, first, reference, seen_on, _rope(seen.compared, first))

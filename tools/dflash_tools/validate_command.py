@@ -44,12 +44,15 @@ def command(bundle: Path, backend: str, as_json: bool, html: Path | None, levels
     """
     opened = Bundle.open(bundle)
     with ProgressLine() as progress, needs_extra("ort"):
-        from dflash_tools.validate_engine import BundleEngine
+        from dflash_tools.validate_engine import open_bundle_engine
         from dflash_tools.validate_run import validate
 
-        engine = BundleEngine(opened, backend, threads)
-        right = _reference(opened, backend, progress=progress, **options)
-        found = validate(opened, engine, right, progress, levels or tuple(_LEVELS))
+        engine = open_bundle_engine(opened, backend, threads)
+        try:
+            right = _reference(opened, backend, progress=progress, **options)
+            found = validate(opened, engine, right, progress, levels or tuple(_LEVELS))
+        finally:
+            engine.close()
     from dflash_tools.validate_html import report_html
     from dflash_tools.validate_report import failure_line, report_json, report_lines
 

@@ -6,8 +6,11 @@ from typing import Protocol
 
 from dflash_runtime.backend import AVAILABLE, Backend, open_backend
 from dflash_runtime.bundle import Bundle
+from dflash_runtime.device_backend import DeviceBackend
+from dflash_runtime.device_engine import read_device_engine
 from dflash_runtime.engine_record import open_engine
 from dflash_runtime.errors import BackendError
+from dflash_tools.device_probe import DeviceProbe, engines_of
 from dflash_tools.error_lines import needs_extra
 from dflash_tools.graph_probe import GraphProbe, ProbeBackend
 from dflash_tools.validate_state import OpenBackend
@@ -35,6 +38,12 @@ class Engine(Protocol):
     def open_backend(self, capacity_rows: int) -> OpenBackend:
         """A backend whose caches can be looked at."""
 
+    def can_draft(self, size: int) -> bool:
+        """Whether it drafts blocks of this size as such, and not as a larger block that is cut."""
+
+    def close(self) -> None:
+        """Frees what probes hold."""
+
 
 class BundleEngine:
     """An engine of a bundle, by the name of its backend or `portable`."""
@@ -43,23 +52,17 @@ class BundleEngine:
         self.bundle, self.name, self._threads = bundle, name, threads
         if name not in CHOICES:
             raise BackendError(f"Backend {name!r} is unknown. There are: {', '.join(CHOICES)}.")
-        if name == PORTABLE:
-            self.precision = bundle.manifest.precision
-        elif name == "ort-cpu":
+        self.precision = bundle.manifest.precision
+        if name == "ort-cpu":
             self.precision = open_engine(bundle, name).execution_precision
-        else:
-            raise BackendError(
-                f"The tensors of {name} cannot be looked at yet. Validate ort-cpu or portable here; `run` and "
-                "tools/gpu_check compare the tokens of other backends."
-            )
 
     def backend(self) -> Backend:
         """See `Engine.backend`."""
-        if self.name == PORTABLE:
-            manifest = self.bundle.manifest
-            rows = manifest.max_context_tokens + max(PREFILL_CHUNK_TOKENS, *manifest.block_sizes)
-            return self.open_backend(rows)
-        return open_backend(self.name, self.bundle, self._threads, PREFILL_CHUNK_TOKENS)
+        if self.name != PORTABLE:
+            return open_backend(self.name, self.bundle, self._threads, PREFILL_CHUNK_TOKENS)
+        manifest = self.bundle.manifest
+        rows = manifest.max_context_tokens + max(PREFILL_CHUNK_TOKENS, *manifest.block_sizes)
+        return self.open_backend(rows)
 
     def probe(self, capacity_rows: int) -> GraphProbe:
         """See `Engine.probe`."""
@@ -74,3 +77,69 @@ class BundleEngine:
     def open_backend(self, capacity_rows: int) -> OpenBackend:
         """See `Engine.open_backend`."""
         return ProbeBackend(self.probe(capacity_rows), self.bundle.manifest, PREFILL_CHUNK_TOKENS)
+
+    def can_draft(self, size: int) -> bool:
+        """See `Engine.can_draft`."""
+        return True
+
+    def close(self) -> None:
+        """See `Engine.close`; probes here are plain memory."""
+
+
+class DeviceEngine:
+    """The engines of a GPU: tokens by the runtime's backend, tensors by a probe on the same device and weights."""
+
+    def __init__(self, bundle: Bundle, backend: DeviceBackend) -> None:
+        """Takes an open backend; it is closed with the engine.
+
+        Args:
+            bundle: What is validated.
+            backend: As the runtime opened it.
+        """
+        self.bundle, self.name, self.precision, self._backend = bundle, backend.name, backend.precision, backend
+        self._probe: DeviceProbe | None = None
+        self._handed_out = False
+
+    def backend(self) -> Backend:
+        """See `Engine.backend`. Whoever takes it closes it, and the device with it."""
+        self._handed_out = True
+        return self._backend
+
+    def probe(self, capacity_rows: int) -> GraphProbe:
+        """See `Engine.probe`; the capacity is the engines' own, and there is one probe for all."""
+        return self._opened()
+
+    def _opened(self) -> DeviceProbe:
+        if self._probe is None:
+            folder = engines_of(self.bundle, self.name, self._backend.device)
+            self._probe = DeviceProbe(self._backend, folder, read_device_engine(folder, "Build the engines again."))
+        return self._probe
+
+    def can_draft(self, size: int) -> bool:
+        """See `Engine.can_draft`."""
+        return self._opened().can_draft(size)
+
+    def open_backend(self, capacity_rows: int) -> OpenBackend:
+        """See `Engine.open_backend`."""
+        return ProbeBackend(self.probe(capacity_rows), self.bundle.manifest, self._backend.prefill_chunk_tokens)
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        if not self._handed_out:
+            self._backend.close()
+
+
+def open_bundle_engine(bundle: Bundle, name: str, threads: int | None = None) -> Engine:
+    """The engine of a backend by name.
+
+    Raises:
+        BackendError: the backend is unknown or cannot run here.
+        EngineError: the bundle has no usable engine for it.
+    """
+    if name in (PORTABLE, "ort-cpu"):
+        return BundleEngine(bundle, name, threads)
+    opened = open_backend(name, bundle, threads, PREFILL_CHUNK_TOKENS)
+    if not isinstance(opened, DeviceBackend):
+        opened.close()
+        raise BackendError(f"The tensors of {name} cannot be looked at. There are: {', '.join(CHOICES)}.")
+    return DeviceEngine(bundle, opened)

@@ -16,16 +16,18 @@ class Place(NamedTuple):
 
 # First match decides; names are those of modules, `:input` marks what goes into one.
 _PARTS = (
-    (r"(^|\.)(o_proj|out_proj|dense|c_proj|wo|attention_output)(:input)$", "attention"),
+    (r"(^|\.)(o_proj|out_proj|dense|(self_)?attn\.c_proj|wo)(:input)$", "attention"),
+    (r"(_conv\.|(k_proj|gate_proj):input$)", "convolution"),
+    (r"candidate_selector", "selector"),
     (r"(^|\.)(mlp|feed_forward|ffn|block_sparse_moe|experts?)(\.|$)", "MLP"),
     (r"(^|\.)(gate_proj|up_proj|down_proj|gate_up_proj|fc1|fc2|c_fc)(:input)?$", "MLP"),
     (r"(^|\.)drafter\.(fc|hidden_norm)$", "context"),
-    (r"norm", "norm"),
-    (r"(^|\.)(qkv_proj|qkv|query_key_value|c_attn|Wqkv)$", "q/k/v"),
+    (r"norm|(^|\.)ln_", "norm"),
+    (r"(^|\.)(qkv_proj|qkv|query_key_value|c_attn)$", "q/k/v"),
     (r"(^|\.)(q_proj|query|q)$", "q"),
     (r"(^|\.)(k_proj|key|k)$", "k"),
     (r"(^|\.)(v_proj|value|v)$", "v"),
-    (r"(^|\.)(o_proj|out_proj|dense|c_proj|wo)$", "attention output"),
+    (r"(^|\.)(o_proj|out_proj|dense|attn\.c_proj|wo)$", "attention output"),
     (r"embed|wte", "embedding"),
     (r"^(draft_)?logits$|lm_head", "head"),
     (r"_ids$", "argmax"),
@@ -48,6 +50,8 @@ CAUSES = {
     "context": "the fusing matrix or its norm, or taps concatenated in another order",
     "head": "the output head's weight or bias, its tie to the embedding, soft-capping",
     "argmax": "the choice of the token: an offset, another axis, a cast before it",
+    "convolution": "a kernel of DFlash 2's convolutions, or what lies before the anchor",
+    "selector": "the codebooks or the walk of DFlash 2's selector",
     "cache": "a row written to the wrong place or not at all, or one that a later call overwrote",
 }
 

@@ -75,14 +75,14 @@ def validate(
     if {"tokens", "acceptance", "speed"} & set(levels):
         backend = engine.backend()
         with Session(bundle, backend, Tokenizer.open(bundle)) as session:
-            gap = _words(bundle, session, backend, reference, bounds, levels, verdicts, progress)
+            gap = _words(bundle, session, engine, backend, reference, bounds, levels, verdicts, progress)
     ordered = [verdicts[level] for level in LEVELS if level in verdicts]
     return Validation(str(bundle.path), engine.name, engine.precision, reference.facts.oracle, ordered, gap)
 
 
 def _words(
-    bundle: Bundle, session: Session, backend: Backend, reference: Reference, bounds: Bounds, levels: Sequence[str],
-    verdicts: dict[str, Verdict], progress: Progress,
+    bundle: Bundle, session: Session, engine: Engine, backend: Backend, reference: Reference, bounds: Bounds,
+    levels: Sequence[str], verdicts: dict[str, Verdict], progress: Progress,
 ) -> AcceptanceGap | None:
     """The levels that need a session."""
     manifest, gap = bundle.manifest, None
@@ -97,7 +97,9 @@ def _words(
         elif level == "acceptance":
             right = "graph" not in verdicts or verdicts["graph"].status != FAILED
             pair = drafting_facts(bundle, reference.facts)
-            verdicts[level], gap = check_acceptance(session, backend, reference, bounds, pair, right)
+            verdicts[level], gap = check_acceptance(
+                session, backend, reference, bounds, pair, right, engine.can_draft
+            )
         else:
             text = reference.facts.texts[0]
             verdicts[level] = check_speed(session, text, text.block_size if sizes else None)
@@ -114,6 +116,6 @@ def _closer(verdict: Verdict, bundle: Bundle, reference: Reference, engine: Engi
         return dataclasses.replace(verdict, notes=[*verdict.notes, note + "pip install 'dflash-export[engines]'"])
     found, asked = look_inside(bundle, reference, engine.name, engine.precision, bad)
     if found is None:
-        note = f"finer parts: {asked or 'no debug engine'} of that precision does not show the fault"
+        note = f"the fault is the engine's own: it does not show on {asked or 'a debug engine, as there is none here'}"
         return dataclasses.replace(verdict, notes=[*verdict.notes, note])
     return dataclasses.replace(verdict, first=found)

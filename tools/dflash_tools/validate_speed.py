@@ -11,11 +11,11 @@ from dflash_tools.validate_verdict import Divergence, Verdict, judge
 
 MOST_STEPS = 3.0
 """A round may cost this many times its block size in plain steps; parallel verification costs a fraction of it."""
-_REPEATS = 3
+_REPEATS = 5
 
 
 def check_speed(session: Session, text: ReferenceText, block_size: int | None) -> Verdict:
-    """Times one text, the best of three runs.
+    """Times one text, the best of some runs.
 
     Args:
         session: On the engine.

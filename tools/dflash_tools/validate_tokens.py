@@ -77,7 +77,7 @@ def margin_of(reference: Reference, key: str, row: int, token: int) -> float:
     """By how much the reference prefers its likeliest token to `token`; a lower bound where that is an unlikely one."""
     ids, logits = reference.expected(f"{key}_ids")[row], reference.expected(f"{key}_logits")[row]
     place = np.flatnonzero(ids == token)
-    return float(logits[0] - logits[int(place[0]) if len(place) else -1])
+    return float(logits[0] - logits[int(place[0]) if len(place) else -1])  # best first
 
 
 def _differences(session: Session, reference: Reference, bounds: Bounds, options: dict[str, Any]

@@ -1,0 +1,75 @@
+"""Checkpoints from the Hugging Face hub: pinned to a commit, from the cache alone where there is no network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from dflash_runtime.errors import CheckpointError
+
+# A learned mask embedding is no safetensors file, and a drafter that has one drafts badly without it.
+_TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+_WEIGHT_FILES = ["*.safetensors", "mask_embedding.pt"]
+# Second copies of the weights in layouts of their own.
+_SECOND_COPIES = ["consolidated*.safetensors", "*/*.safetensors"]
+_OFFLINE_HINT = "Connect once, or give a folder."
+
+
+def download(
+    repo: str, revision: str | None, *, local_files_only: bool = False, with_weights: bool = True
+) -> tuple[Path, str | None]:
+    """Brings a checkpoint into the local cache, or finds it there.
+
+    The environment's HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and HF_TOKEN are honoured by the client.
+
+    Args:
+        repo: `owner/name`.
+        revision: Branch, tag or commit; None for the default branch.
+        local_files_only: Use the cache alone.
+        with_weights: Bring the weights too.
+
+    Returns:
+        The folder, and the commit it is of, so that it can be asked for again.
+
+    Raises:
+        CheckpointError: no such repository or revision, a gate, no network, or a failed transfer; each says what to do.
+    """
+    from huggingface_hub import errors, snapshot_download
+
+    wanted = repo if revision is None else f"{repo}@{revision}"
+    try:
+        folder = Path(
+            snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=[*_TEXT_FILES, *(_WEIGHT_FILES if with_weights else ())],
+                ignore_patterns=_SECOND_COPIES,
+                local_files_only=local_files_only,
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{wanted} is gated: its owner wants its terms accepted. Accept them at https://huggingface.co/{repo} with "
+            "your account, log in here with `hf auth login` (or set HF_TOKEN), and run the command again."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{repo} has no revision {revision!r}. See https://huggingface.co/{repo}.") from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"there is no {wanted} on the Hugging Face hub, or it is private: check the name, or `hf auth login`."
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{wanted} is not in the local Hugging Face cache and the hub cannot be reached. {_OFFLINE_HINT}"
+        ) from error
+    except errors.OfflineModeIsEnabled as error:
+        raise CheckpointError(
+            f"{wanted} is not in the local Hugging Face cache and HF_HUB_OFFLINE forbids the hub. {_OFFLINE_HINT}"
+        ) from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise CheckpointError(f"downloading {wanted} failed: {str(error).splitlines()[0]}") from error
+    return folder, folder.name if _is_commit(folder.name) else revision
+
+
+def _is_commit(name: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{40}", name) is not None

@@ -1,0 +1,264 @@
+"""`validate` and `reference`: against the authors' package, without torch, in every kind of bundle, and as commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from authors import Authors
+from click.testing import CliRunner
+from conftest import Make
+from pairs import AUTHOR_PAIRS, HALF_PAIRS, Pair, export_quickly, quiet
+from planting import PAIR, graph, scaled_constant, weight
+from tiny_models import DFLASH2, write_target
+
+from dflash_engines.ort_cpu import lower_bundle
+from dflash_export.build import export_bundle
+from dflash_export.build_plan import BuildOptions, plan_build
+from dflash_runtime import BundleError, GenerationConfig, GenerationResult, OutputError, PairError
+from dflash_runtime.bundle import Bundle
+from dflash_tools.cli import main
+from dflash_tools.portable_reference import portable_reference
+from dflash_tools.reference_building import build_reference
+from dflash_tools.reference_file import add_to_bundle, find_reference, read_reference, write_reference
+from dflash_tools.reference_record import ReferenceText
+from dflash_tools.validate_comparison import Bounds
+from dflash_tools.validate_engine import BundleEngine
+from dflash_tools.validate_run import Validation, validate
+from dflash_tools.validate_speed import check_speed
+from dflash_tools.validate_verdict import judge, skipped
+
+PROMPTS = ["sky", "2 + 2"]
+UNTIMED = ("graph", "state", "tokens", "acceptance")
+
+
+def opened(bundle: Path) -> Bundle:
+    return Bundle.open(bundle, check_files=False)
+
+
+def made(bundle: Path, **options: Any) -> Any:
+    return build_reference(opened(bundle), None, None, quiet, **{"new_tokens": 10, "prompts": PROMPTS, **options})
+
+
+def validated(bundle: Path, reference: Any, name: str = "ort-cpu") -> Validation:
+    return validate(opened(bundle), BundleEngine(opened(bundle), name, 1), reference, quiet, UNTIMED)
+
+
+@pytest.fixture
+def bundle(exported: Make, tmp_path: Path) -> Path:
+    return shutil.copytree(exported(PAIR), tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("pair", [AUTHOR_PAIRS[1], AUTHOR_PAIRS[5]], ids=lambda pair: pair.name)
+def test_the_reference_says_what_the_authors_package_says(exported: Make, pair: Pair) -> None:
+    bundle = exported(pair)
+    authors, reference = Authors(bundle.parent), made(bundle, new_tokens=24)
+    for text in reference.facts.texts:
+        theirs = authors.run(text.ids, len(text.tokens))
+        assert text.tokens == theirs.token_ids
+        assert [one.proposed for one in text.rounds] == theirs.proposed_ids
+        assert [len(one.committed) for one in text.rounds] == theirs.acceptance_lengths
+    assert validated(bundle, reference).passed
+
+
+def test_dflash2_and_its_selector(tmp_path: Path) -> None:
+    pair = Pair("dflash2", drafter={**DFLASH2, "block_size": 6}, likely_tokens=4, max_context_tokens=96)
+    bundle = export_quickly(pair, tmp_path)
+    reference = made(bundle)
+    assert not reference.facts.pair.proposes_likeliest
+    assert validated(bundle, reference).passed
+    weight("drafter.candidate_selector.successor_codebook", lambda values: values[::-1])(bundle)
+    verdicts = {one.level: one for one in validated(bundle, reference).verdicts}
+    assert verdicts["graph"].first is not None and verdicts["graph"].first.tensor == "draft_ids"
+    assert verdicts["tokens"].status == "passed"
+
+
+def test_a_target_without_a_drafter(tmp_path: Path) -> None:
+    write_target(tmp_path / "target", "llama")
+    (tmp_path / "bundle").mkdir()
+    export_bundle(plan_build(BuildOptions(str(tmp_path / "target"))), tmp_path / "bundle", quiet)
+    lower_bundle(tmp_path / "bundle")
+    found = validated(tmp_path / "bundle", made(tmp_path / "bundle"))
+    states = {one.level: one.status for one in found.verdicts}
+    assert states == {"graph": "passed", "state": "passed", "tokens": "passed", "acceptance": "skipped"}
+    assert found.passed and found.gap is None
+
+
+@pytest.mark.parametrize("name", ["ort-cpu", "portable"])
+def test_half_precision_is_judged_by_pytorchs_own_deviation(exported: Make, name: str) -> None:
+    bundle = exported(HALF_PAIRS[0])
+    reference = made(bundle)
+    found = validated(bundle, reference, name)
+    assert found.passed and found.precision == ("fp32" if name == "ort-cpu" else "bf16")
+    own = reference.facts.own["bf16"]
+    assert own.tensors["target/present.3.key"] > 0 and own.state["drafter_context/present.0.key"] > 0
+    assert own.target_margin > 0 and own.draft_margin > 0
+    with pytest.raises(BundleError, match="--precision fp16"):
+        Bounds(reference, "fp16")
+
+
+def test_a_margin_over_the_bound_fails_in_half_precision(exported: Make, tmp_path: Path) -> None:
+    bundle = shutil.copytree(exported(HALF_PAIRS[0]), tmp_path / "b")
+    reference = made(bundle)
+    own = {name: dataclasses.replace(one, target_margin=0.0) for name, one in reference.facts.own.items()}
+    tight = dataclasses.replace(reference, facts=dataclasses.replace(reference.facts, own=own))
+    entry = opened(bundle).manifest.weights["model.layers.1.mlp.down_proj.weight"]
+    with (bundle / entry.file).open("r+b") as stream:
+        stream.seek(entry.offset_bytes)
+        stream.write(np.full(64 * 16, 0x3F00, np.uint16).tobytes())  # some rows at 0.5
+    found = {one.level: one for one in validated(bundle, tight, "portable").verdicts}
+    assert found["tokens"].status == "failed" and found["tokens"].first is not None
+    assert found["tokens"].first.deviation > found["tokens"].first.allowed
+
+
+def test_it_travels_with_the_bundle_and_is_replaced(bundle: Path) -> None:
+    first = add_to_bundle(Bundle.open(bundle), made(bundle))
+    assert first.stat().st_size < 4e6
+    assert validated(bundle, read_reference(first)).passed
+    second = add_to_bundle(Bundle.open(bundle), made(bundle, new_tokens=6))
+    assert not first.exists() and second.exists()
+    again = Bundle.open(bundle)
+    again.check_files(full=True)
+    assert find_reference(again) == second
+    assert list(again.manifest.files) == sorted(again.manifest.files)
+
+
+def test_a_killed_writer_leaves_a_bundle_that_opens(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_to_bundle(Bundle.open(bundle), made(bundle))
+
+    def killed(path: Path, text: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dflash_tools.reference_file.write_text_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        add_to_bundle(Bundle.open(bundle), made(bundle, new_tokens=6))
+    Bundle.open(bundle).check_files(full=True)
+
+
+def test_a_read_only_bundle_says_where_else(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = made(bundle)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(OutputError, match="--out FOLDER"):
+        add_to_bundle(Bundle.open(bundle), reference)
+    place = write_reference(reference, tmp_path / "beside")
+    assert find_reference(Bundle.open(bundle), tmp_path / "beside") == place
+
+
+def test_a_damaged_or_foreign_reference_is_refused(bundle: Path, tmp_path: Path) -> None:
+    place = write_reference(made(bundle), tmp_path / "r")
+    (tmp_path / "short.npz").write_bytes(place.read_bytes()[:5000])
+    with pytest.raises(BundleError, match="no readable reference"):
+        read_reference(tmp_path / "short.npz")
+    with pytest.raises(BundleError, match="holds 0 references"):
+        find_reference(Bundle.open(bundle), tmp_path)
+    write_target(bundle.parent / "other", "llama")
+    with pytest.raises(PairError, match="sha256"):
+        build_reference(Bundle.open(bundle), str(bundle.parent / "other"), None, quiet)
+
+
+WITHOUT = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Block())
+from dflash_tools.cli import main
+main(["validate", {bundle!r}, "--json", "--level", "graph", "--level", "state", "--level", "tokens"])
+"""
+TORCH = ["torch", "transformers", "huggingface_hub", "safetensors"]
+
+
+@pytest.mark.parametrize("blocked", [TORCH, [*TORCH, "onnx", "onnx_ir", "onnxscript"]], ids=["torch", "onnx too"])
+def test_replay_without_torch(bundle: Path, blocked: list[str]) -> None:
+    """As on a device: a healthy bundle passes, a damaged one is named, more closely where debug graphs can be made."""
+
+    def replay() -> tuple[int, dict[str, Any]]:
+        code = WITHOUT.format(blocked=blocked, bundle=str(bundle))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+        assert done.stdout, done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+    add_to_bundle(Bundle.open(bundle), made(bundle))
+    assert replay()[0] == 0
+    graph("target.onnx", scaled_constant("model.model.rotary_emb.inv_freq", 1.001))(bundle)
+    code, found = replay()
+    first = found["verdicts"][0]["first"]
+    assert code == 1 and not found["passed"]
+    assert (first["graph"], first["layer"], first["tensor"]) == ("target", 0, "present.0.key")
+    assert first["part"] == ("k" if "onnx_ir" in blocked else "rope")
+    assert ("finer parts need onnx_ir" in "".join(found["verdicts"][0]["notes"])) == ("onnx_ir" in blocked)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def test_the_commands(bundle: Path, tmp_path: Path) -> None:
+    alone = run("validate", str(bundle), "--level", "graph")  # no reference: against the portable graphs
+    assert alone.exit_code == 0 and "against the portable graphs" in alone.output
+    wanted = run("validate", str(bundle), "--reference")
+    assert wanted.exit_code == 1 and "dflash-export reference" in wanted.output
+    stored = run("reference", str(bundle), "--new-tokens", "6", "--json")
+    assert stored.exit_code == 0 and json.loads(stored.output)["texts"] == 3
+    page = tmp_path / "page.html"
+    levels = [word for level in UNTIMED for word in ("--level", level)]
+    found = run("validate", str(bundle), "--html", str(page), *levels)
+    assert found.exit_code == 0 and "PASSED" in found.output and "acceptance length" in found.output
+    text = page.read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in text and "http" not in text.replace("https://", "http").split("<style>")[0]
+    live = run("validate", str(bundle), "--against", opened(bundle).manifest.target.source.id, "--level", "graph")
+    assert live.exit_code == 0 and "against PyTorch" in live.output
+    both = run("validate", str(bundle), "--against", "x", "--reference", "y")
+    assert both.exit_code == 2
+    weight("lm_head.weight")(bundle)
+    bad = run("validate", str(bundle), "--level", "graph")
+    assert bad.exit_code == 1
+
+
+def test_a_damaged_weight_is_told_before_anything_runs_and_named_on_request(bundle: Path) -> None:
+    add_to_bundle(Bundle.open(bundle), made(bundle))
+    weight("model.layers.1.mlp.up_proj.weight")(bundle)
+    found = run("validate", str(bundle))
+    assert found.exit_code == 1 and "weights/target.safetensors" in found.output
+
+
+class Timed:
+    """A session that says how fast it was."""
+
+    def __init__(self, plain_tokens_per_s: float, tokens_per_s: float) -> None:
+        self.speeds = {True: plain_tokens_per_s, False: tokens_per_s}
+
+    def generate(self, ids: list[int], config: GenerationConfig) -> GenerationResult:
+        lengths = [] if config.plain else [2] * 5
+        speed = self.speeds[config.plain]
+        return GenerationResult("", [0] * 10, 1, "length", lengths, [], speed, 1.0, "ort-cpu", 4)
+
+
+@pytest.mark.parametrize(
+    ("plain", "drafting", "status"), [(100.0, 150.0, "passed"), (100.0, 9.0, "failed"), (0.0, 9.0, "failed")]
+)
+def test_speed_is_sanity_only(plain: float, drafting: float, status: str) -> None:
+    text = ReferenceText(None, [1], [0] * 10, 4, [], 0)
+    found = check_speed(Timed(plain, drafting), text, 4)  # type: ignore[arg-type]
+    assert found.status == status and (found.first is None) == (status == "passed")
+
+
+def test_nothing_checked_is_failed(bundle: Path) -> None:
+    assert judge("graph", [], None).status == "failed"
+    nothing = Validation("b", "ort-cpu", "fp32", "PyTorch", [], None)
+    assert not nothing.passed
+    assert not dataclasses.replace(nothing, verdicts=[skipped("graph", "no reason")]).passed
+
+
+def test_the_portable_graphs_as_reference_do_not_excuse_an_engine(bundle: Path) -> None:
+    reference = portable_reference(opened(bundle), quiet)
+    assert validated(bundle, reference).passed
