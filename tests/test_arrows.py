@@ -129,8 +129,11 @@ def test_every_engines_module_imports_where_torch_is_absent() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "build", "add-drafter", "engines", "run", "inspect", "validate", "reference", "make-data", "train-drafter"],
-)
+    [
+        "", "check-pair", "build", "add-drafter", "engines", "run", "inspect", "validate", "reference", "make-data",
+        "train-drafter",
+    ],
+)  # fmt: skip
 def test_help_works_with_the_base_install(command: str) -> None:
     arguments = [*([command] if command else []), "--help"]
     code = f"from dflash_tools.cli import main\nmain({arguments!r}, prog_name='dflash-export')\n"
@@ -141,7 +144,10 @@ def test_help_works_with_the_base_install(command: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "extra"),
-    [(["build", "--target", "x"], "export"), (["add-drafter", "x", "y"], "export"), (TRAIN, "export")],
+    [
+        (["build", "--target", "x"], "export"), (["add-drafter", "x", "y"], "export"), (TRAIN, "export"),
+        (["check-pair", "x", "y"], "export"),
+    ],
 )
 def test_a_missing_package_is_named_with_its_extra(arguments: list[str], extra: str) -> None:
     done = run_without(HEAVY, f"from dflash_tools.cli import main\nmain({arguments!r})\n")

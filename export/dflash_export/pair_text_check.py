@@ -47,9 +47,11 @@ def text_findings(
     """
     entry = entry_of_drafter(drafter_id)
     tokens = _read(target.tokenizer_folder)
-    found = [] if tokens is None else _mask(target, drafter, tokens)
-    if tokens is not None:
-        found += _tokenizers(tokens, _read(drafter_folder), drafter.mask_token_id)
+    if tokens is None:
+        text = f"{target.name} has no tokenizer.json, so mask id and tokenizers were not looked at."
+        found = [Finding(NOTE, "tokenizer", text, "", "")]
+    else:
+        found = _mask(target, drafter, tokens) + _tokenizers(tokens, _read(drafter_folder), drafter.mask_token_id)
     found += _thinking(target, entry, recorded_template_args(drafter_folder), template_args)
     found += [] if entry is None else _catalog(target, drafter, drafter_id, entry)
     return found + _stops(target, target_ids)

@@ -159,6 +159,10 @@ def test_a_damaged_or_foreign_reference_is_refused(bundle: Path, tmp_path: Path)
         read_reference(tmp_path / "short.npz")
     with pytest.raises(BundleError, match="holds 0 references"):
         find_reference(Bundle.open(bundle), tmp_path)
+    reference = read_reference(place)
+    older = dataclasses.replace(reference.facts, drafter_config_sha256=None)
+    with pytest.raises(BundleError, match="a drafter of config None"):
+        validated(bundle, dataclasses.replace(reference, facts=older))
     write_target(bundle.parent / "other", "llama")
     with pytest.raises(PairError, match="sha256"):
         build_reference(Bundle.open(bundle), str(bundle.parent / "other"), None, quiet)

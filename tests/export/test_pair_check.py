@@ -247,3 +247,6 @@ def test_the_targets_weights_are_not_needed(target: Path, examine: Examine, tmp_
     (bare / "model.safetensors").unlink()
     assert examine(of=bare).findings == []
     assert read_tensor_places(target)
+    (bare / "tokenizer.json").unlink()
+    finding = only(examine(of=bare))
+    assert finding.severity == NOTE and "mask id and tokenizers were not looked at" in finding.text

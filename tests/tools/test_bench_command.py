@@ -348,6 +348,9 @@ def test_two_runs_agree_where_their_intervals_overlap(measured: tuple[Result, An
     assert other.exit_code == 1
     assert f"1 of {len(data['comparisons'])} ratios differ" in other.stderr
     assert other.stdout.count("DIFFER") == 1
+    effect["rounds"] = effect["rounds"][:2]
+    second.write_text(json.dumps([data]))
+    assert "fewer than 3 rounds" in CliRunner().invoke(agreement, [str(first), str(second)]).stderr
     second.write_text("[]")
     assert "nothing in common" in CliRunner().invoke(agreement, [str(first), str(second)]).stderr
 

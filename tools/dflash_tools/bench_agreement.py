@@ -18,7 +18,7 @@ from dflash_runtime.bundle import decode
 from dflash_runtime.errors import DFlashError, PromptError
 from dflash_tools.bench_report import BenchReport
 from dflash_tools.bench_result import Comparison
-from dflash_tools.bench_statistics import Effect
+from dflash_tools.bench_statistics import FEWEST_ROUNDS, Effect
 from dflash_tools.error_lines import DFlashCommand
 
 
@@ -66,6 +66,9 @@ def main(first: Path, second: Path) -> None:
     rows = list(agreements(_read(first), _read(second)))
     if not rows:
         raise DFlashError(f"{first} and {second} measured nothing in common.")
+    few = [row for row in rows if min(len(row.first.rounds), len(row.second.rounds)) < FEWEST_ROUNDS]
+    if few:
+        raise DFlashError(f"A ratio of fewer than {FEWEST_ROUNDS} rounds has no spread to agree within. Measure more.")
     for row in rows:
         shown = [f"{effect.ratio:.2f} ({effect.low:.2f} to {effect.high:.2f})" for effect in (row.first, row.second)]
         click.echo(f"{'agree ' if row.agrees else 'DIFFER'}  {row.name}: {shown[0]} and {shown[1]}")

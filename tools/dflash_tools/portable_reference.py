@@ -45,7 +45,8 @@ def portable_reference(bundle: Bundle, progress: Progress) -> Reference:
     )
     versions = {"dflash-export": importlib.metadata.version("dflash-export"), "onnxruntime": ort.__version__}
     order = Order(
-        "the portable graphs", manifest.precision, manifest.target.source.config_sha256, pair,
+        "the portable graphs", manifest.precision, manifest.target.source.config_sha256,
+        None if manifest.drafter is None else manifest.drafter.source.config_sha256, pair,
         manifest.target.vocab_size, manifest.block_sizes, manifest.max_context_tokens, new_tokens, versions,
     )  # fmt: skip
     oracle = open_debug_probe(bundle, PORTABLE, rows, exact=True)

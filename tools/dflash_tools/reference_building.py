@@ -60,6 +60,7 @@ def build_reference(
     pair = _pair_facts(manifest, checkpoint, config, plan)
     order = Order(
         f"PyTorch {importlib.metadata.version('torch')}", manifest.precision, manifest.target.source.config_sha256,
+        None if manifest.drafter is None else manifest.drafter.source.config_sha256,
         pair, manifest.target.vocab_size, manifest.block_sizes, manifest.max_context_tokens,
         min(new_tokens, max(2, manifest.max_context_tokens // 2)), _versions(),
     )  # fmt: skip

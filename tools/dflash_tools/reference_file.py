@@ -122,6 +122,30 @@ def add_to_bundle(bundle: Bundle, reference: Reference) -> Path:
     return place
 
 
+def require_fitting(reference: Reference, bundle: Bundle) -> None:
+    """Refuses a reference of another pair or precision, such as one made before the drafter was added.
+
+    Raises:
+        BundleError: naming what differs.
+    """
+    facts, manifest = reference.facts, bundle.manifest
+    drafter = None if manifest.drafter is None else manifest.drafter.source.config_sha256
+    problems = [
+        f"it was made for {what} {made}, the bundle has {here}"
+        for what, made, here in (
+            ("precision", facts.precision, manifest.precision),
+            ("a target of config", facts.config_sha256[:12], manifest.target.source.config_sha256[:12]),
+            ("a drafter of config", str(facts.drafter_config_sha256)[:12], str(drafter)[:12]),
+        )
+        if made != here
+    ]
+    if problems:
+        raise BundleError(
+            f"The reference does not fit {bundle.path}: {'; '.join(problems)}. Make it again: "
+            f"dflash-export reference {bundle.path}"
+        )
+
+
 def find_reference(bundle: Bundle, beside: Path | None = None) -> Path | None:
     """The file of a bundle's reference, or the one in a folder beside it; None where there is none.
 

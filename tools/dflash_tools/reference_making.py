@@ -57,6 +57,7 @@ class Order:
     oracle: str
     precision: str
     config_sha256: str
+    drafter_config_sha256: str | None
     pair: PairFacts
     vocab_size: int
     block_sizes: list[int]
@@ -97,7 +98,8 @@ def make_reference(
         arrays["text0.taps"] = joined_taps(results[texts[0].whole_call])
     names = [[name for name in result if f"{number}/{name}" in arrays] for number, result in enumerate(results)]
     facts = ReferenceFacts(
-        REFERENCE_SCHEMA_VERSION, order.oracle, order.precision, order.config_sha256, order.pair, texts, calls, names,
+        REFERENCE_SCHEMA_VERSION, order.oracle, order.precision, order.config_sha256,
+        order.drafter_config_sha256, order.pair, texts, calls, names,
         sketched, own_deviations, order.versions,
     )  # fmt: skip
     return Reference(facts, arrays)

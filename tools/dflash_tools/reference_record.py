@@ -101,6 +101,8 @@ class ReferenceFacts:
     """Of the bundle it was made for: weights are rounded so; the numbers are computed in fp32."""
     config_sha256: str
     """Of the target's config.json."""
+    drafter_config_sha256: str | None
+    """Of the drafter's, None without one."""
     pair: PairFacts
     texts: list[ReferenceText]
     calls: list[Call]

@@ -67,11 +67,9 @@ def command(
 
 def profile_lines(profile: SpeedProfile) -> Iterator[str]:
     """The profile for a terminal."""
-    now = profile.conditions
-    yield (
-        f"{now.device}, power mode {now.power_mode or 'not reported'}, {profile.backend}, "
-        f"{'threads as the backend chooses' if profile.threads is None else f'{profile.threads} threads'}"
-    )
+    now, count = profile.conditions, profile.threads
+    threads = "threads as the backend chooses" if count is None else "1 thread" if count == 1 else f"{count} threads"
+    yield f"{now.device}, power mode {now.power_mode or 'not reported'}, {profile.backend}, {threads}"
     yield "milliseconds of a cycle (median, quartiles)"
     for cost in profile.costs:
         name = "plain step" if cost.block_size == 1 else f"block {cost.block_size}"

@@ -47,7 +47,6 @@ _CAUSES = {
     "taps": "layer ids off by one, or in another order",
     "window": "a sliding window of another size, or on other layers",
     "block size": "another block size than the drafter was trained with",
-    "drafter": "a reference made before the drafter was added, or without it",
 }
 
 
@@ -70,7 +69,6 @@ def drafting_facts(bundle: Bundle, facts: ReferenceFacts) -> list[Fact]:
     manifest, pair = bundle.manifest, facts.pair
     windows = [tensor.window_tokens for tensor in manifest.target.graph.state[0::2]]
     found = [Fact("acceptance", "taps", "taps", manifest.taps.layer_ids, pair.tap_layer_ids)]
-    found.append(Fact("acceptance", "has a drafter", "drafter", manifest.drafter is not None, pair.has_drafter))
     if pair.target_windows:
         found.append(Fact("acceptance", "target windows", "window", windows, pair.target_windows))
     if manifest.drafter is not None:

@@ -10,7 +10,7 @@ from dflash_runtime.backend import Backend
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools.reference_calls import capacity_rows
-from dflash_tools.reference_file import Reference
+from dflash_tools.reference_file import Reference, require_fitting
 from dflash_tools.reference_making import Progress
 from dflash_tools.validate_acceptance import AcceptanceGap, check_acceptance
 from dflash_tools.validate_comparison import Bounds
@@ -55,9 +55,10 @@ def validate(
         levels: Which of them.
 
     Raises:
-        BundleError: the reference has no bounds for the engine's precision.
+        BundleError: the reference is of another pair, or has no bounds for the engine's precision.
         DFlashError: the engine cannot be opened.
     """
+    require_fitting(reference, bundle)
     bounds = Bounds(reference, engine.precision)
     rows = capacity_rows(reference.facts.calls, max(bundle.manifest.block_sizes))
     verdicts: dict[str, Verdict] = {}
@@ -112,8 +113,9 @@ def _closer(verdict: Verdict, bundle: Bundle, reference: Reference, engine: Engi
     try:
         from dflash_tools.validate_bisect import look_inside
     except ModuleNotFoundError as error:
+        extra = "ort" if error.name == "onnxruntime" else "engines"
         note = f"the first tensor is named from what the engine hands out; finer parts need {error.name}: "
-        return dataclasses.replace(verdict, notes=[*verdict.notes, note + "pip install 'dflash-export[engines]'"])
+        return dataclasses.replace(verdict, notes=[*verdict.notes, f"{note}pip install 'dflash-export[{extra}]'"])
     found, asked = look_inside(bundle, reference, engine.name, engine.precision, bad)
     if found is None:
         note = f"the fault is the engine's own: it does not show on {asked or 'a debug engine, as there is none here'}"
