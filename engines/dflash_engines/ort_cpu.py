@@ -38,11 +38,11 @@ _MAKERS = ("dflash-export", "onnx", "onnx-ir")
 _LOWERING_REVISION = 2
 
 
-def lower_bundle(bundle_path: str | os.PathLike[str], progress: Progress | None = None) -> EngineRecord:
+def lower_bundle(bundle: str | os.PathLike[str] | Bundle, progress: Progress | None = None) -> EngineRecord:
     """Writes `engines/ort-cpu` for a bundle, unless one made from the same graphs by the same versions is there.
 
     Args:
-        bundle_path: The bundle folder.
+        bundle: The bundle, or its folder; of an opened one no file is checked again.
         progress: Called with stage, graphs done, graphs in all.
 
     Returns:
@@ -53,7 +53,7 @@ def lower_bundle(bundle_path: str | os.PathLike[str], progress: Progress | None 
         EngineError: a graph is not of the contract's form.
         OutputError: the folder cannot be written.
     """
-    bundle = Bundle.open(bundle_path)
+    bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     versions = {name: version(name) for name in _MAKERS} | {"lowering": str(_LOWERING_REVISION)}
     present = _fitting_record(bundle, versions)
     if present is not None:

@@ -61,7 +61,7 @@ def test_an_older_bundle_survives_whenever_it_is_replaced(tmp_path: Path, moment
 
 
 @pytest.mark.parametrize(("moments", "mode", "precision"), [
-    (2, "copy", "fp32"),
+    (1, "copy", "fp32"),
     pytest.param(20, "copy", "fp32", marks=pytest.mark.slow),
     pytest.param(20, "link", "bf16", marks=pytest.mark.slow),
 ])

@@ -164,7 +164,7 @@ def lower_target_part(model: ir.Model) -> ir.Model:
 
 def _lower(root: Path, progress: Progress) -> None:
     progress("lower", 0, 1)
-    lower_bundle(root)
+    lower_bundle(Bundle.open(root, check_files=False))
     progress("lower", 1, 1)
 
 
