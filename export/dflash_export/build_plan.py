@@ -39,7 +39,7 @@ class BuildOptions:
     max_context_tokens: int | None = None
     template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
     gate: str = "auto"
-    """`full`, `layers`, or `auto`: full where the model fits into free memory, else layer by layer."""
+    """`full`, `layers`, or `auto`: full where a model is small, else layer by layer."""
     local_files_only: bool = False
     weights_copy: str = AUTO
     """`auto`: refer to the checkpoint's files where they are right as they are; `link`, `copy`."""

@@ -21,10 +21,13 @@ from dflash_export.drafter_weights import CODEBOOKS, PREFIX, load_drafter, set_p
 from dflash_export.graph_files import load_graph
 from dflash_export.graph_runner import GraphRunner
 from dflash_export.parity import EXACT_TOLERANCE, ROUNDED_FACTOR, PrecisionPasses, serialise
+from dflash_export.piecewise_runner import PiecewiseGraph
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
-from dflash_export.weight_values import read_weight
+from dflash_export.weight_values import BundleWeights, read_weight
 from dflash_runtime.bundle import CheckRow, DrafterFacts, Manifest
 
+PIECEWISE_PARAMETERS = 1 << 26
+"""A larger drafter is run piece by piece, its weights read as they are needed."""
 SAMPLED_ROWS = 1024
 """Rows of each end of the head that are compared where tables are cut."""
 _SEED = 4
@@ -87,7 +90,7 @@ class DrafterGate:
         """
         taps = self._taps(taps)
         dtype = TORCH_DTYPES[PRECISIONS[self.manifest.precision]]
-        exact_drafter = self._drafter(dtype).float()
+        exact_drafter = self._drafter(dtype, torch.float32)
         expected = self._reference(exact_drafter, taps)
         worst = self._compare(expected, taps, half=False)
         covered = "rounds (context rows, block): " + ", ".join(f"({r.rows}, {r.block_size})" for r in self.rounds)
@@ -112,14 +115,14 @@ class DrafterGate:
             noise[:, :count] = given[:, :count]
         return noise.to(TORCH_DTYPES[PRECISIONS[self.manifest.precision]]).float()
 
-    def _drafter(self, dtype: torch.dtype) -> Drafter:
+    def _drafter(self, *dtypes: torch.dtype) -> Drafter:
         target, weights = self.manifest.target, self.plan.weights
         names = (target.embedding_weight, target.head_weight)
         embedding, head = (read_weight(self.root, self.manifest.weights[n]) for n in names)
         if self.token_rows is not None:
             embedding, head = embedding[self.token_rows], head[self.token_rows]
             weights = dataclasses.replace(weights, vocab_size=len(self.token_rows))
-        drafter = load_drafter(self.plan.config, weights, embedding, head, dtype)
+        drafter = load_drafter(self.plan.config, weights, embedding, head, *dtypes)
         for name in CODEBOOKS if self.token_rows is not None and self.plan.config.dflash2 is not None else ():
             rows = drafter.get_parameter(name)[self.token_rows]
             set_parameter(drafter, name, torch.nn.Parameter(rows, requires_grad=False))
@@ -174,12 +177,17 @@ class DrafterGate:
             done = r.rows
         return worst
 
-    def _open(self, file: str, half: bool) -> GraphRunner:
+    def _open(self, file: str, half: bool) -> GraphRunner | PiecewiseGraph:
         facts = self.facts.graph if file == self.facts.graph.file else self.facts.context_graph
         model = load_graph(self.root, self.manifest.weights, file)
         if self.token_rows is not None:
             self._cut_tables(model, self.token_rows)
         weights = None
+        if self.facts.num_parameters > PIECEWISE_PARAMETERS:
+            if self.manifest.precision != "fp32":
+                model = self.passes.emulate_half(model) if half else self.passes.to_fp32(model)
+            read = BundleWeights(self.root, self.manifest.weights)
+            return PiecewiseGraph(ir.to_proto(model), read, facts.state, self.capacity)
         if half:
             model = self.passes.emulate_half(model)
         elif self.manifest.precision != "fp32":

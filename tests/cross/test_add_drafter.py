@@ -50,7 +50,7 @@ def completed(target_alone: Path, checkpoints: Path, once: Once) -> Path:
     def make(folder: Path) -> None:
         copy = shutil.copytree(target_alone, folder / "bundle")
         with pytest.MonkeyPatch.context() as patch:
-            for place in ("dflash_export.build.trace_target", "dflash_export.evidence.TargetReference.load"):
+            for place in ("dflash_export.traced_file.trace_target", "dflash_export.evidence.TargetReference.load"):
                 patch.setattr(place, _not_again)
             report = add_drafter(copy, str(checkpoints / "drafter"), "ort-cpu", quiet)
         assert report.manifest == Bundle.open(copy).manifest

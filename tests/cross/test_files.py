@@ -133,7 +133,7 @@ def test_a_disk_that_fills_at_any_stage(
     def full(*args: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
 
-    def exported(plan: Any, root: Path, progress: Any) -> Any:
+    def exported(plan: Any, root: Path, *_: Any) -> Any:
         shutil.copytree(older, root, dirs_exist_ok=True)
         return Bundle.open(older, check_files=False).manifest
 

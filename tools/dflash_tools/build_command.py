@@ -58,7 +58,7 @@ TENSORRT = ("tensorrt", "tensorrt-rtx")
     type=click.Choice(["auto", "full", "layers"]),
     default="auto",
     show_default=True,
-    help="Compare the whole model with PyTorch, or layer by layer; auto decides by the memory at hand.",
+    help="Compare the whole model with PyTorch, or layer by layer, which takes little memory; auto decides by size.",
 )
 @click.option(
     "--weights-copy",
