@@ -26,13 +26,16 @@ SESSIONS: dict[Any, Any] = {}  # they have no state; opening one takes its time
 
 
 class RecordingDevice:
+    captures = True
+
     def __init__(self, compute_capability: str = "8.9", tensorrt_version: str | None = "1.7.1") -> None:
         self.compute_capability, self.tensorrt_version = compute_capability, tensorrt_version
         self.log: list[tuple[Any, ...]] = []
         self.closed = False
         self.host_bytes = 0
         self.memory: dict[int, tuple[Array, int]] = {}
-        self._queue: list[tuple[str, Callable[[], None]]] = []
+        self.marked: set[int] = set()
+        self._queue: list[tuple[tuple[Any, ...], Callable[[], None]]] = []
         self._recording: list[tuple[tuple[Any, ...], Callable[[], None]]] | None = None
 
     def open_engine(self, path: Path, profiles: Sequence[EngineProfile]) -> RecordingEngine:
@@ -79,17 +82,18 @@ class RecordingDevice:
     def clear(self, buffer: Buffer) -> None:
         self.enqueue(("clear", buffer.size_bytes), lambda: self.view(*buffer).fill(0))
 
-    def mark(self) -> None:
+    def mark(self, place: int = 0) -> None:
         assert self._recording is None
-        self.enqueue(("mark",), lambda: None)
+        self.marked.add(place)
+        self.enqueue(("mark", place), lambda: None)
 
-    def wait(self) -> None:
+    def wait(self, place: int = 0) -> None:
         assert self._recording is None
-        self.log.append(("wait",))
-        marks = [i for i, (name, _) in enumerate(self._queue) if name == "mark"]
-        assert marks, "waits for a mark that was never made"
-        ready, self._queue = self._queue[: marks[-1]], self._queue[marks[-1] + 1 :]
-        for _, work in ready:
+        assert place in self.marked, "waits for a mark that was never made"
+        self.log.append(("wait", place))
+        marks = [i for i, (what, _) in enumerate(self._queue) if what == ("mark", place)]
+        ready = marks[-1] if marks else 0  # it was reached while the host waited for a later one
+        for _, work in [self._queue.pop(0) for _ in range(ready)]:
             work()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -112,7 +116,7 @@ class RecordingDevice:
             self._recording.append((what, work))
             return
         self.log.append(what)
-        self._queue.append((what[0], work))
+        self._queue.append((what, work))
 
     def finish(self) -> None:
         """Runs what is still enqueued."""

@@ -31,6 +31,7 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "hollow_bundle",
     "lowered_check",
     "pipeline",
+    "weights_choice",
     "tiny_configs",
 } | {
     "debug_graphs",

@@ -6,24 +6,16 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import onnx_ir as ir
 
 from dflash_engines.engine_place import replace_folder
 from dflash_runtime.bundle import Bundle, file_facts
-from dflash_runtime.engine_record import ENGINE_SCHEMA_VERSION, EngineRecord, engine_folder
+from dflash_runtime.engine_record import ENGINE_SCHEMA_VERSION, EngineRecord, HostEngineRecord, engine_folder
 from dflash_runtime.errors import OutputError
 
-
-class Record(Protocol):
-    """`engine.json` of either kind."""
-
-    def write(self, folder: Path) -> None:
-        """Writes it into `folder`."""
-
-
-AnyRecord = TypeVar("AnyRecord", bound=Record)
+AnyRecord = TypeVar("AnyRecord", bound=EngineRecord)
 
 
 def write_engine(bundle: Bundle, backend: str, graphs: Mapping[str, ir.Model],
@@ -62,9 +54,9 @@ def write_engine(bundle: Bundle, backend: str, graphs: Mapping[str, ir.Model],
 
 
 def host_record(bundle: Bundle, backend: str, names: Sequence[str], versions: dict[str, str], precision: str,
-                folder: Path) -> EngineRecord:
+                folder: Path) -> HostEngineRecord:
     """The record of graphs for the CPU; each has the name of the portable graph it was made from."""
-    return EngineRecord(
+    return HostEngineRecord(
         schema_version=ENGINE_SCHEMA_VERSION,
         backend=backend,
         source={name: bundle.manifest.files[name].sha256 for name in names},

@@ -24,7 +24,7 @@ from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.uncut_rows import UncutRowsPass
 from dflash_engines.portable_graph import load_portable
 from dflash_runtime.bundle import Bundle, GraphKind
-from dflash_runtime.engine_record import EngineRecord, open_engine
+from dflash_runtime.engine_record import HostEngineRecord, open_engine
 from dflash_runtime.errors import EngineError
 
 BACKEND = "ort-cpu"
@@ -38,7 +38,7 @@ _MAKERS = ("dflash-export", "onnx", "onnx-ir")
 _LOWERING_REVISION = 2
 
 
-def lower_bundle(bundle: str | os.PathLike[str] | Bundle, progress: Progress | None = None) -> EngineRecord:
+def lower_bundle(bundle: str | os.PathLike[str] | Bundle, progress: Progress | None = None) -> HostEngineRecord:
     """Writes `engines/ort-cpu` for a bundle, unless one made from the same graphs by the same versions is there.
 
     Args:
@@ -107,7 +107,7 @@ def lower_model(model: ir.Model, kind: GraphKind, precision: str = _EXECUTION_PR
     return lowered
 
 
-def _fitting_record(bundle: Bundle, versions: dict[str, str]) -> EngineRecord | None:
+def _fitting_record(bundle: Bundle, versions: dict[str, str]) -> HostEngineRecord | None:
     try:
         record = open_engine(bundle, BACKEND)
     except EngineError:

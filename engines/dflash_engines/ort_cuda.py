@@ -13,6 +13,7 @@ from importlib.metadata import version
 
 import onnx_ir as ir
 
+from dflash_engines.acceptance_graph import ACCEPTANCE, acceptance_model
 from dflash_engines.call_profiles import call_profiles
 from dflash_engines.engine_writing import write_engine
 from dflash_engines.passes.constant_reshape import ConstantReshapePass
@@ -31,6 +32,7 @@ from dflash_engines.portable_graph import load_portable
 from dflash_runtime.bundle import Bundle, GraphKind, file_facts
 from dflash_runtime.device_engine import (
     DEVICE_ENGINE_SCHEMA_VERSION,
+    STOP_ID_SLOTS,
     BoundWeight,
     DeviceEngineRecord,
     GraphEngine,
@@ -97,8 +99,9 @@ def lower_bundle(
 
 def write_graphs(bundle: Bundle, lowered: Mapping[str, ir.Model], versions: dict[str, str], precision: str
                  ) -> DeviceEngineRecord:
-    """Writes lowered graphs, by kind, with their record. Errors are those of `write_engine`."""
-    manifest, mode = bundle.manifest, "shared"
+    """Writes lowered graphs, by kind, with acceptance and their record. Errors are those of `write_engine`."""
+    manifest = bundle.manifest
+    lowered = {**lowered, ACCEPTANCE: acceptance_model(STOP_ID_SLOTS)}
     block_sizes = sorted({*manifest.block_sizes} - {1}) if manifest.drafter is not None else []
     capacity = manifest.max_context_tokens + max(*manifest.block_sizes, _CHUNK_TOKENS)
     names = {kind: f"{kind}.onnx" for kind in lowered}
@@ -113,8 +116,8 @@ def write_graphs(bundle: Bundle, lowered: Mapping[str, ir.Model], versions: dict
     return write_engine(
         bundle, BACKEND, {names[kind]: model for kind, model in lowered.items()},
         lambda folder: DeviceEngineRecord(
-            DEVICE_ENGINE_SCHEMA_VERSION, BACKEND, None, None, "fused", precision, mode, capacity, block_sizes,
-            _CHUNK_TOKENS, source, engines, file_facts(folder, names.values()), versions,
+            DEVICE_ENGINE_SCHEMA_VERSION, BACKEND, source, file_facts(folder, names.values()), precision, versions,
+            None, None, "fused", "shared", capacity, block_sizes, _CHUNK_TOKENS, engines,
         ),
     )  # fmt: skip
 

@@ -53,6 +53,18 @@ class BuiltEngines:
     """Device memory that a copy of the weights in each engine would take on top."""
     warnings: list[str]
     """What the user should know, though the engines are good."""
+    weights_reason: str = ""
+    """Why the weights are shared or embedded, where nobody asked for either."""
+
+    @property
+    def engine_bytes(self) -> int:
+        """Size of all engines on disk."""
+        return sum(facts.size_bytes for facts in self.record.files.values())
+
+    @property
+    def build_peak_bytes(self) -> int:
+        """Most memory any of the builds had resident."""
+        return max(engine.build_peak_bytes for engine in self.record.engines)
 
 
 def check_buildable(options: EngineOptions, bundle_precision: str) -> None:
@@ -89,8 +101,8 @@ def build_engines(bundle: Bundle, options: EngineOptions, progress: Progress | N
     engines: list[GraphEngine] = []
     seconds = 0.0
     with partial_folder(folder.parent) as partial:
-        for kind, file in plan.graphs.items():
-            network, profiles = plan.network(kind, file), plan.profiles(kind)
+        for kind in plan.kinds:
+            network, profiles = plan.network(kind), plan.profiles(kind)
             key = plan.key(network, profiles)
             engine = _known(plan, kind, key, present, folder, partial / f"{kind}.engine")
             if engine is not None:

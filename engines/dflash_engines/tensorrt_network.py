@@ -8,6 +8,7 @@ import math
 
 import onnx_ir as ir
 
+from dflash_engines.acceptance_graph import ACCEPTANCE, acceptance_model
 from dflash_engines.fused_form import lower_fused
 from dflash_engines.operator_check import check_graph
 from dflash_engines.passes.flat_matmul import FlatMatMulPass
@@ -18,6 +19,7 @@ from dflash_engines.passes.weight_inputs import WeightInput, WeightInputsPass
 from dflash_engines.primitive_form import lower_primitive
 from dflash_engines.tensorrt_versions import VersionRow
 from dflash_runtime.bundle import GraphKind
+from dflash_runtime.device_engine import STOP_ID_SLOTS
 from dflash_runtime.errors import EngineError
 
 HALF_TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -28,7 +30,7 @@ CAPACITY = "T"
 class Network:
     """What the builder is given for one graph."""
 
-    kind: GraphKind
+    kind: str
     onnx: bytes
     """The model without weights; with `embedded` weights it refers to the bundle's files."""
     weight_inputs: list[WeightInput]
@@ -81,6 +83,13 @@ def make_network(model: ir.Model, kind: GraphKind, row: VersionRow, *, precision
     _forget_names(lowered)
     onnx = ir.to_proto(lowered).SerializeToString(deterministic=True)
     return Network(kind, onnx, lifting.weight_inputs, open_inputs, activation_bytes)
+
+
+def acceptance_network() -> Network:
+    """What follows verification: no weights, a few rows of integers."""
+    onnx = ir.to_proto(acceptance_model(STOP_ID_SLOTS)).SerializeToString(deterministic=True)
+    shapes: dict[str, list[int | str]] = {"block": [1, "b"], "posterior": [1, "b"]}
+    return Network(ACCEPTANCE, onnx, [], shapes, activation_bytes_per_row=0)
 
 
 def _shape(value: ir.Value) -> list[int | str]:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from dflash_engines.acceptance_graph import ACCEPTANCE
 from dflash_engines.build_process import FinishedBuild, run_build
 from dflash_engines.builder_memory import builder_peak_bytes
 from dflash_engines.call_profiles import call_profiles
 from dflash_engines.portable_graph import load_portable
 from dflash_engines.tensorrt_build import BuildOrder
-from dflash_engines.tensorrt_network import Network, make_network
+from dflash_engines.tensorrt_network import Network, acceptance_network, make_network
 from dflash_engines.tensorrt_versions import VersionRow
 from dflash_engines.timing_cache import TimingCache
 from dflash_runtime.bundle import Bundle, file_facts
@@ -91,13 +92,16 @@ class EnginePlan:
             )
         self.chunk = options.prefill_chunk_tokens
         self.capacity_rows = manifest.max_context_tokens + max(largest, self.chunk)
-        self.graphs = manifest.graph_files()
+        self.graphs = {str(kind): file for kind, file in manifest.graph_files().items()}
+        self.kinds = [*self.graphs, ACCEPTANCE]
         self.warnings: list[str] = []
 
-    def network(self, kind: str, file: str) -> Network:
+    def network(self, kind: str) -> Network:
         """The network of one graph."""
+        if kind == ACCEPTANCE:
+            return acceptance_network()
         return make_network(
-            load_portable(self.bundle, file), kind, self.row, precision=self.precision,  # type: ignore[arg-type]
+            load_portable(self.bundle, self.graphs[kind]), kind, self.row, precision=self.precision,  # type: ignore[arg-type]
             capacity_rows=self.capacity_rows, share_weights=self.options.weights_mode == "shared",
             fp32_residuals=self.options.fp32_residuals,
         )  # fmt: skip
@@ -161,7 +165,7 @@ class EnginePlan:
         """About the most memory the build of a network has resident."""
         manifest = self.bundle.manifest
         num_layers = manifest.target.num_layers if network.kind == "target" else 0
-        if manifest.drafter is not None and network.kind != "target":
+        if manifest.drafter is not None and network.kind.startswith("drafter"):
             num_layers = manifest.drafter.num_layers
         embedded = 0
         if self.options.weights_mode == "embedded":

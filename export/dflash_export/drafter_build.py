@@ -10,7 +10,7 @@ from typing import Any
 from dflash_export.bring_weights import bring_weights
 from dflash_export.build_stages import BuildStages
 from dflash_export.checkpoint import Checkpoint, find_checkpoint, with_weights
-from dflash_export.drafter_config import DrafterConfig, read_drafter_config, refuse_mask_embedding
+from dflash_export.drafter_config import DrafterConfig, read_drafter_config
 from dflash_export.drafter_trace import DrafterTables, trace_context, trace_drafter
 from dflash_export.drafter_weights import DrafterWeights, borrow_equal_tables, match_drafter_weights
 from dflash_export.graph_facts import finish_interface
@@ -86,7 +86,6 @@ def plan_drafter(
     config = read_drafter_config(checkpoint.folder)
     require_fit(config_findings(target, config, checkpoint.places, block_sizes=block_sizes))
     checkpoint = with_weights(checkpoint, local_files_only=local_files_only)
-    refuse_mask_embedding(checkpoint.folder)
     findings = config_findings(target, config, checkpoint.places, block_sizes=block_sizes)
     require_fit(findings)
     weights = match_drafter_weights(config, checkpoint.places, target.vocab_size, str(checkpoint.folder))

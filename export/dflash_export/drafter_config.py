@@ -92,18 +92,9 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         UnsupportedModelError: another kind of drafter; the message names it.
     """
     path = folder / "config.json"
-    refuse_mask_embedding(folder)
-    return parse_drafter_config(read_json(path), str(path))
-
-
-def refuse_mask_embedding(folder: Path) -> None:
-    """Refuses a drafter whose unknown slots have an embedding of their own beside its weights.
-
-    Raises:
-        UnsupportedModelError: naming the file.
-    """
     if (folder / "mask_embedding.pt").exists():
         raise UnsupportedModelError(f"{folder} holds mask_embedding.pt, a learned mask embedding. {SERVED}")
+    return parse_drafter_config(read_json(path), str(path))
 
 
 def parse_drafter_config(config: Mapping[str, Any], where: str) -> DrafterConfig:

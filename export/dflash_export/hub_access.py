@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from dflash_export.tensor_files import TensorPlace
 from dflash_runtime.errors import CheckpointError
 
 # A learned mask embedding is no safetensors file, and a drafter that has one drafts badly without it.
-_TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
-_WEIGHT_FILES = ["*.safetensors", "mask_embedding.pt"]
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "mask_embedding.pt"]
+_WEIGHT_FILES = ["*.safetensors"]
 # Second copies of the weights in layouts of their own.
 _SECOND_COPIES = ["consolidated*.safetensors", "*/*.safetensors"]
 _OFFLINE_HINT = "Connect once, or give a folder."
@@ -34,19 +37,57 @@ def download(
     Raises:
         CheckpointError: no such repository or revision, a gate, no network, or a failed transfer; each says what to do.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    wanted = repo if revision is None else f"{repo}@{revision}"
-    try:
+    with _explained(repo, revision):
         folder = Path(
             snapshot_download(
                 repo,
                 revision=revision,
-                allow_patterns=[*_TEXT_FILES, *(_WEIGHT_FILES if with_weights else ())],
+                allow_patterns=[*_SMALL_FILES, *(_WEIGHT_FILES if with_weights else ())],
                 ignore_patterns=_SECOND_COPIES,
                 local_files_only=local_files_only,
             )
         )
+    return folder, folder.name if _is_commit(folder.name) else revision
+
+
+def tensor_headers(repo: str, revision: str | None) -> dict[str, TensorPlace] | None:
+    """Names, dtypes and shapes of a repository's tensors; their values stay on the hub and cannot be read.
+
+    Args:
+        repo: `owner/name`.
+        revision: Branch, tag or commit; None for the default branch.
+
+    Returns:
+        None where the weight files have names of their own, which the hub's client does not look for.
+
+    Raises:
+        CheckpointError: as `download`.
+    """
+    from huggingface_hub import errors, get_safetensors_metadata
+
+    with _explained(repo, revision):
+        try:
+            files = get_safetensors_metadata(repo, revision=revision).files_metadata
+        except errors.NotASafetensorsRepoError:
+            return None
+    return {
+        name: TensorPlace(Path(file), begin, end - begin, str(tensor.dtype), tuple(tensor.shape))
+        for file, metadata in files.items()
+        for name, tensor in metadata.tensors.items()
+        for begin, end in (tensor.data_offsets,)
+    }
+
+
+@contextlib.contextmanager
+def _explained(repo: str, revision: str | None) -> Iterator[None]:
+    """Turns what the hub's client raises into one line that says what to do."""
+    from huggingface_hub import errors
+
+    wanted = repo if revision is None else f"{repo}@{revision}"
+    try:
+        yield
     except errors.GatedRepoError as error:
         raise CheckpointError(
             f"{wanted} is gated: its owner wants its terms accepted. Accept them at https://huggingface.co/{repo} with "
@@ -66,9 +107,8 @@ def download(
         raise CheckpointError(
             f"{wanted} is not in the local Hugging Face cache and HF_HUB_OFFLINE forbids the hub. {_OFFLINE_HINT}"
         ) from error
-    except (errors.HfHubHTTPError, OSError) as error:
+    except (errors.HfHubHTTPError, errors.SafetensorsParsingError, OSError) as error:
         raise CheckpointError(f"downloading {wanted} failed: {str(error).splitlines()[0]}") from error
-    return folder, folder.name if _is_commit(folder.name) else revision
 
 
 def _is_commit(name: str) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_export.catalog import CATALOG
-from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config
+from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config, with_weights
 from dflash_export.drafter_config import DrafterConfig, read_drafter_config
 from dflash_export.drafter_weights import match_drafter_weights
+from dflash_export.hub_access import tensor_headers
 from dflash_export.pair_check import config_findings
 from dflash_export.pair_findings import ERROR, SEVERITIES, Finding, TargetSide
 from dflash_export.pair_text_check import text_findings
@@ -42,7 +43,7 @@ def examine_pair(
     template_args: Mapping[str, Any] | None = None,
     local_files_only: bool = False,
 ) -> PairReport:
-    """Looks at target and drafter; of the target no weights are needed, and none are fetched.
+    """Looks at target and drafter; no weights are fetched, but for a drafter with a vocabulary of its own.
 
     Args:
         target: Catalog name, Hugging Face id with `@revision`, or folder.
@@ -61,7 +62,7 @@ def examine_pair(
         why = f": {entry.note}" if entry else ""
         raise CheckpointError(f"no drafter is given and the catalog knows none for {target}{why}. Name one.")
     found_target = find_checkpoint(target, role="target", local_files_only=local_files_only, with_weights=False)
-    found_drafter = find_checkpoint(reference, role="drafter", local_files_only=local_files_only)
+    found_drafter = find_checkpoint(reference, role="drafter", local_files_only=local_files_only, with_weights=False)
     config = read_target_config(found_target)
     findings, facts = [], {**_source(found_target), "model_type": str(config.model_type)}
     try:
@@ -78,12 +79,23 @@ def examine_pair(
     except DFlashError as error:
         findings.append(_unreadable(error))
         return PairReport(facts, _source(found_drafter), findings)
+    found_drafter = _with_tensors(found_drafter, drafter_config, local_files_only)
     findings += config_findings(
         side, drafter_config, found_drafter.places, block_sizes=block_sizes, max_context_tokens=max_context_tokens
     )
     findings += _weights_and_texts(side, found_drafter, drafter_config, template_args or {})
     findings.sort(key=lambda one: SEVERITIES.index(one.severity))
     return PairReport(facts, {**_source(found_drafter), **describe_drafter(drafter_config)}, findings)
+
+
+def _with_tensors(checkpoint: Checkpoint, config: DrafterConfig, local_files_only: bool) -> Checkpoint:
+    """The drafter with its tensors; of one on the hub their headers do, unless the values of a mapping are needed."""
+    source, headers = checkpoint.source, None
+    if source.kind == "hub" and not local_files_only and config.draft_vocab_size is None:
+        headers = tensor_headers(source.id, source.revision)
+    if headers is None:
+        return with_weights(checkpoint, local_files_only=local_files_only)
+    return dataclasses.replace(checkpoint, places=headers)
 
 
 def _weights_and_texts(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy.typing as npt
 
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import BackendError
 
-_BACKENDS = {
-    "ort-cpu": ("ort_cpu", "ort"), "ort-cuda": ("cuda_device", "ort-gpu"),
-    "tensorrt": ("cuda_device", "tensorrt"), "tensorrt-rtx": ("cuda_device", "tensorrt-rtx"),
-}  # fmt: skip
-"""Name -> the module that opens it, and the extra that brings what it needs."""
-AVAILABLE = tuple(_BACKENDS)
+_EXTRAS = {"ort-cpu": "ort", "ort-cuda": "ort-gpu", "tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt-rtx"}
+"""Backend -> the extra that brings what it needs."""
+AVAILABLE = tuple(_EXTRAS)
 
 
 class Backend(Protocol):
@@ -41,6 +39,9 @@ class Backend(Protocol):
     def verify(self, block: Sequence[int], position: int) -> list[int]:
         """Runs the target over anchor and proposals; returns its token after each, -1 where not finite."""
 
+    def logits(self, rows: int) -> npt.NDArray[Any]:
+        """[rows, V] in fp32: what the last `prefill` (1 row) or `verify` scored; the next call overwrites it."""
+
     def append_context(self, rows: int, position: int) -> None:
         """Gives the drafter the taps of the last target call; without a drafter there is nothing to give."""
 
@@ -48,18 +49,26 @@ class Backend(Protocol):
         """Frees what the backend holds."""
 
 
-def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> Backend:
+def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int,
+                 cuda_graphs: bool | None = None) -> Backend:
     """Opens the backend `name` over the bundle's engines; options and errors are those of `Session.open`."""
-    if name not in _BACKENDS:
+    if name not in AVAILABLE:
         raise BackendError(f"Backend {name!r} is unknown. Available here: {', '.join(AVAILABLE)}.")
     if threads is not None and threads < 1:
         raise BackendError(f"threads is {threads} and must be at least 1; None lets the backend choose.")
     if prefill_chunk_tokens < 1:
         raise BackendError(f"prefill_chunk_tokens is {prefill_chunk_tokens} and must be at least 1, as 128.")
-    module, extra = _BACKENDS[name]
+    option, given, place = ("cuda_graphs", cuda_graphs, "CPU") if name == "ort-cpu" else ("threads", threads, "GPU")
+    if given is not None:
+        raise BackendError(f"{option} is {given} and backend {name!r} runs on the {place}. Leave it out.")
     try:
-        opener = importlib.import_module(f"dflash_runtime.{module}")
-        backend: Backend = opener.open_backend(name, bundle, threads, prefill_chunk_tokens)
+        if name == "ort-cpu":
+            from dflash_runtime.ort_cpu import OrtCpuBackend
+
+            return OrtCpuBackend(bundle, threads, prefill_chunk_tokens)
+        from dflash_runtime.cuda_device import open_on_gpu
+
+        return open_on_gpu(name, bundle, prefill_chunk_tokens, cuda_graphs=cuda_graphs)
     except ModuleNotFoundError as error:
-        raise BackendError(f"Backend {name!r} needs {error.name}: pip install dflash-export[{extra}]") from error
-    return backend
+        remedy = f"pip install dflash-export[{_EXTRAS[name]}]"
+        raise BackendError(f"Backend {name!r} needs {error.name}: {remedy}") from error

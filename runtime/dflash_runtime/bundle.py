@@ -8,6 +8,7 @@ A bundle is the contract between export, engines and runtime:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,13 +17,15 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from dflash_runtime.errors import BundleError
+from dflash_runtime.errors import BundleError, EngineError
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "bundle.json"
 
+STATE_KINDS = ("kv", "windowed_kv")
+Record = TypeVar("Record")
 GraphKind = Literal["target", "drafter_context", "drafter"]
 
 
@@ -50,6 +53,14 @@ class StateTensor:
     window_tokens: int | None
     rollback: str
     """`length`: rows at and past the length are dead and the next write replaces them."""
+
+    def cache_shape(self, capacity_rows: int) -> tuple[int, int, int, int]:
+        """The shape with its letters filled in; EngineError for a kind of state this runtime does not keep."""
+        sizes = [{"B": 1, "T": capacity_rows}.get(d) if isinstance(d, str) else d for d in self.shape]
+        if self.kind not in STATE_KINDS or len(sizes) != 4 or None in sizes:
+            kept = " and ".join(STATE_KINDS)
+            raise EngineError(f"State {self.input} is {self.kind!r} {self.shape}; this version keeps {kept}. Update.")
+        return typing.cast("tuple[int, int, int, int]", tuple(sizes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,24 +218,24 @@ class Manifest:
         """The manifest as the text of `bundle.json`."""
         return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str, where: str) -> Manifest:
-        """Reads the text of a `bundle.json` strictly; `where` is its path, for messages.
 
-        Raises:
-            BundleError: not JSON, a newer schema, an unknown or a missing key, a value of the wrong type.
-        """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise BundleError(f"{where} is no valid JSON ({error}). Copy or build the bundle again.") from error
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if not isinstance(version, int):
-            raise BundleError(f"{where} has no schema_version; it is not a bundle manifest.")
-        if version != SCHEMA_VERSION:
-            hint = "Update dflash-export" if version > SCHEMA_VERSION else "Build the bundle again"
-            raise BundleError(f"{where} has schema version {version}, this program reads {SCHEMA_VERSION}. {hint}.")
-        return typing.cast(Manifest, decode(cls, data, where))
+def read_record(kind: type[Record], path: Path, schema_version: int) -> Record:
+    """Reads a JSON file with a `schema_version` strictly as the dataclass `kind`.
+
+    Raises:
+        BundleError: not JSON, another schema, an unknown or a missing key, a value of the wrong type.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BundleError(f"{path} is no valid JSON ({error}). Copy or build it again.") from error
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if not isinstance(version, int):
+        raise BundleError(f"{path} has no schema_version; this program did not write it.")
+    if version != schema_version:
+        hint = "Update dflash-export" if version > schema_version else "Build it again"
+        raise BundleError(f"{path} has schema version {version}, this program reads {schema_version}. {hint}.")
+    return typing.cast(Record, decode(kind, data, str(path)))
 
 
 def decode(kind: Any, data: Any, where: str) -> Any:
@@ -236,8 +247,14 @@ def decode(kind: Any, data: Any, where: str) -> Any:
         BundleError: naming the place, `where`, and both types.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _decode_record(kind, data, where)
+    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
+        hints = typing.get_type_hints(kind)
+        if unknown := sorted(data.keys() - hints.keys()):
+            raise BundleError(f"{where} has unknown keys {unknown}. A newer dflash-export wrote it: update.")
+        if missing := sorted(hints.keys() - data.keys()):
+            raise BundleError(f"{where} lacks the keys {missing}. Copy or build the bundle again.")
+        values = {key: decode(hints[key], data[key], f"{where}.{key}") for key in hints}
+        return typing.cast(Any, kind)(**values)
     if origin is list and isinstance(data, list):
         return [decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(data)]
     if origin is dict and isinstance(data, dict):
@@ -248,20 +265,8 @@ def decode(kind: Any, data: Any, where: str) -> Any:
             return data if type(data) in args else decode(inner[0], data, where)
     if kind is Any or (kind is float and type(data) is int) or type(data) is kind:
         return data
-    name = getattr(kind, "__name__", str(kind))
-    raise BundleError(f"{where} should be {name} and is {type(data).__name__}.")
-
-
-def _decode_record(kind: type, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        raise BundleError(f"{where} should be an object and is {type(data).__name__}.")
-    hints = typing.get_type_hints(kind)
-    unknown, missing = sorted(data.keys() - hints.keys()), sorted(hints.keys() - data.keys())
-    if unknown:
-        raise BundleError(f"{where} has unknown keys {unknown}. A newer dflash-export wrote it: update.")
-    if missing:
-        raise BundleError(f"{where} lacks the keys {missing}. Copy or build the bundle again.")
-    return kind(**{key: decode(hints[key], data[key], f"{where}.{key}") for key in hints})
+    wanted = "an object" if dataclasses.is_dataclass(kind) else getattr(kind, "__name__", str(kind))
+    raise BundleError(f"{where} should be {wanted} and is {type(data).__name__}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +288,7 @@ class Bundle:
         if not manifest_path.is_file():
             remedy = "Make one with: dflash-export build --target TARGET --out DIR"
             raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_NAME}. {remedy}")
-        bundle = cls(folder, Manifest.from_json(manifest_path.read_text(encoding="utf-8"), str(manifest_path)))
+        bundle = cls(folder, read_record(Manifest, manifest_path, SCHEMA_VERSION))
         if check_files:
             bundle.check_files()
         return bundle
@@ -318,7 +323,9 @@ class Bundle:
         if problems:
             raise BundleError(f"{self.path}: " + "; ".join(problems) + ". Copy or build the bundle again.")
         if hashed:
-            _write_stamps(self._stamp_path(), stamps)
+            with contextlib.suppress(OSError):  # a read-only home costs one more hash at the next start, nothing else
+                self._stamp_path().parent.mkdir(parents=True, exist_ok=True)
+                write_text_atomically(self._stamp_path(), json.dumps(stamps))
         return hashed
 
     def cache_key(self) -> str:
@@ -386,11 +393,3 @@ def _read_stamps(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
-
-
-def _write_stamps(path: Path, stamps: dict[str, list[Any]]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(path, json.dumps(stamps))
-    except OSError:
-        return  # a read-only home costs one more hash at the next start, nothing else

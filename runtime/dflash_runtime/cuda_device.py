@@ -17,6 +17,7 @@ from dflash_runtime.device_engine import EngineProfile
 from dflash_runtime.errors import BackendError
 
 cuda: Any = importlib.import_module("cuda.bindings.runtime")  # untyped; its absence is the caller's to explain
+_EITHER_WAY = cuda.cudaMemcpyKind.cudaMemcpyDefault  # the addresses say which
 
 
 class EngineLoader(Protocol):
@@ -24,9 +25,13 @@ class EngineLoader(Protocol):
 
     version: str | None
     """That engines have to be made for; None where any will do."""
+    captures: bool
 
     def open(self, path: Path, profiles: Sequence[EngineProfile], stream: int) -> Engine:
         """See `Device.open_engine`."""
+
+    def close(self) -> None:
+        """The engines are not used any more."""
 
 
 class CudaDevice:
@@ -41,7 +46,7 @@ class CudaDevice:
     """
 
     def __init__(self, backend: str, loader: EngineLoader) -> None:
-        self._loader, self.tensorrt_version = loader, loader.version
+        self._loader, self.tensorrt_version, self.captures = loader, loader.version, loader.captures
         self._freed_by: list[Callable[[], object]] = []
         error, count = cuda.cudaGetDeviceCount()
         if error != cuda.cudaError_t.cudaSuccess or not count:
@@ -53,7 +58,7 @@ class CudaDevice:
         self.compute_capability = ".".join(str(_call("cudaDeviceGetAttribute", number, 0)) for number in numbers)
         _call("cudaSetDevice", 0)
         self._stream = _call("cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
-        self._event = _call("cudaEventCreateWithFlags", cuda.cudaEventDisableTiming)
+        self._events = [_call("cudaEventCreateWithFlags", cuda.cudaEventDisableTiming) for _ in range(2)]
 
     def open_engine(self, path: Path, profiles: Sequence[EngineProfile]) -> Engine:
         """See `Device.open_engine`."""
@@ -83,31 +88,29 @@ class CudaDevice:
 
     def upload(self, address: int, host: Array) -> None:
         """See `Device.upload`."""
-        kind = cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
-        _call("cudaMemcpyAsync", address, host.ctypes.data, host.nbytes, kind, self._stream)
+        _call("cudaMemcpyAsync", address, host.ctypes.data, host.nbytes, _EITHER_WAY, self._stream)
 
     def download(self, host: Array, address: int) -> None:
         """See `Device.download`."""
-        kind = cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        _call("cudaMemcpyAsync", host.ctypes.data, address, host.nbytes, kind, self._stream)
+        _call("cudaMemcpyAsync", host.ctypes.data, address, host.nbytes, _EITHER_WAY, self._stream)
 
     def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, row_bytes: int, rows: int
                   ) -> None:
         """See `Device.copy_rows`."""
-        kind = cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        _call("cudaMemcpy2DAsync", target, target_pitch, source, source_pitch, row_bytes, rows, kind, self._stream)
+        _call("cudaMemcpy2DAsync", target, target_pitch, source, source_pitch, row_bytes, rows, _EITHER_WAY,
+              self._stream)
 
     def clear(self, buffer: Buffer) -> None:
         """See `Device.clear`."""
         _call("cudaMemsetAsync", buffer.address, 0, buffer.size_bytes, self._stream)
 
-    def mark(self) -> None:
+    def mark(self, place: int = 0) -> None:
         """See `Device.mark`."""
-        _call("cudaEventRecord", self._event, self._stream)
+        _call("cudaEventRecord", self._events[place], self._stream)
 
-    def wait(self) -> None:
+    def wait(self, place: int = 0) -> None:
         """See `Device.wait`."""
-        _call("cudaEventSynchronize", self._event)
+        _call("cudaEventSynchronize", self._events[place])
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """See `Device.capture`."""
@@ -115,7 +118,10 @@ class CudaDevice:
         try:
             work()
         finally:
-            graph = _call("cudaStreamEndCapture", self._stream)
+            error, graph = cuda.cudaStreamEndCapture(self._stream)
+        if error != cuda.cudaError_t.cudaSuccess:
+            raise BackendError(f"A cycle cannot be recorded as a CUDA graph: {_text(error)}. Open the session with "
+                               "cuda_graphs=False.")
         launchable = _call("cudaGraphInstantiate", graph, 0)
         _call("cudaGraphDestroy", graph)
         self._freed_by.append(lambda: cuda.cudaGraphExecDestroy(launchable))
@@ -124,9 +130,11 @@ class CudaDevice:
     def close(self) -> None:
         """See `Device.close`."""
         _call("cudaStreamSynchronize", self._stream)
+        self._loader.close()
         while self._freed_by:
             self._freed_by.pop()()
-        _call("cudaEventDestroy", self._event)
+        for event in self._events:
+            _call("cudaEventDestroy", event)
         _call("cudaStreamDestroy", self._stream)
 
 
@@ -142,10 +150,8 @@ def _text(error: Any) -> str:
     return str(cuda.cudaGetErrorString(error)[1].decode())
 
 
-def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> DeviceBackend:
-    """Opens `ort-cuda`, `tensorrt` or `tensorrt-rtx`; options and errors are those of `Session.open`."""
-    if threads is not None:
-        raise BackendError(f"threads is {threads} and backend {name!r} runs on the GPU. Leave it out.")
+def open_on_gpu(name: str, bundle: Bundle, prefill_chunk_tokens: int, **options: Any) -> DeviceBackend:
+    """Opens `ort-cuda`, `tensorrt` or `tensorrt-rtx`; options are those of `open_engines`."""
     loader: EngineLoader
     if name == "ort-cuda":
         from dflash_runtime.ort_engine import OrtEngines
@@ -157,7 +163,7 @@ def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_t
         loader = TensorRTEngines(name)
     device = CudaDevice(name, loader)
     try:
-        return open_engines(name, bundle, device, prefill_chunk_tokens)
+        return open_engines(name, bundle, device, prefill_chunk_tokens, **options)
     except BaseException:
         device.close()
         raise

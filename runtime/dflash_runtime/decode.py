@@ -1,41 +1,22 @@
-"""The decode loop: prefill, then rounds of draft, verify, accept, commit."""
+"""The decode loop: prefill, then cycles of draft, verify, accept, commit."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import NamedTuple
+from typing import cast
 
 from dflash_runtime.backend import Backend
+from dflash_runtime.cycles import Cycles, HostCycles, Round
 from dflash_runtime.errors import NumericsError
-
-
-class Round(NamedTuple):
-    """What one pass over the target committed."""
-
-    committed: list[int]
-    """Tokens that now belong to the output, oldest first."""
-    proposed: list[int]
-    """What the drafter proposed for them; empty for the prefill and for plain steps."""
-    finish_reason: str | None
-    """`stop`, `length` or `context` in the last round, else None."""
-
-
-def accept(proposed: Sequence[int], posterior: Sequence[int]) -> list[int]:
-    """The greedy rule: keep proposals while they are what the target says, then add the target's own token.
-
-    `proposed` are the b-1 drafted tokens, `posterior` is the target's choice after each of the b block tokens.
-    """
-    accepted = 0
-    while accepted < len(proposed) and proposed[accepted] == posterior[accepted]:
-        accepted += 1
-    return list(posterior[: accepted + 1])
+from dflash_runtime.sampling import TokenChooser
 
 
 def decode(
     backend: Backend, prompt: Sequence[int], *, max_new_tokens: int, max_context_tokens: int,
-    stop_token_ids: Collection[int], block_size_of: Callable[[int], int],
+    stop_token_ids: Collection[int], block_size_of: Callable[[int], int], chooser: TokenChooser | None = None,
 ) -> Generator[Round, None, None]:
-    """Greedy decoding; the words are those of plain decoding whatever is proposed.
+    """Decoding, greedy without a chooser; the words are those of plain decoding whatever is proposed.
 
     Args:
         backend: Holds the models' state; any earlier request in it is forgotten.
@@ -44,6 +25,7 @@ def decode(
         max_context_tokens: Most rows in the KV cache. One more token may exist: the newest needs no row.
         stop_token_ids: Ids that end the output; the first one met is its last token.
         block_size_of: Block size, anchor included, for the n-th round; 1 is a plain step.
+        chooser: Chooses tokens by the target's logits; None takes the likeliest.
 
     Raises:
         NumericsError: the target's logits were not finite where a token had to be chosen.
@@ -56,9 +38,15 @@ def decode(
         token = backend.prefill(chunk, start)
         backend.append_context(len(chunk), start)
         position += len(chunk)
-    committed, number = [token], 0
-    proposed: list[int] = []
+    if chooser is not None:
+        (token,) = chooser.choose(backend.logits(1), [], position)
+    own = chooser is None and isinstance(backend, Cycles)
+    cycles: Cycles = cast(Cycles, backend) if own else HostCycles(backend, chooser)
+    cycles.start_cycles(token, position, end, stop_token_ids)
+    done, number, size = Round([token], []), 0, 0
+    blocks = deque[int]()  # of the cycles that are enqueued and not read
     while True:
+        committed = done.committed
         if -1 in committed:
             place = position + 1 - len(committed) + committed.index(-1)
             raise NumericsError(
@@ -67,20 +55,18 @@ def decode(
             )
         full = "length" if end == len(prompt) + max_new_tokens else "context"
         reason = "stop" if committed[-1] in stop_token_ids else full if position + 1 == end else None
-        yield Round(committed, proposed, reason)
+        yield done._replace(finish_reason=reason)
         if reason is not None:
             return
-        anchor = committed[-1]
-        block = min(block_size_of(number), end - position)
-        proposed = backend.draft(anchor, block, position) if block > 1 else []
-        posterior = backend.verify([anchor, *proposed], position)
-        committed = _cut(accept(proposed, posterior), end - position - 1, stop_token_ids)
-        # All `block` rows are written; the next round begins where the rejected ones do and replaces them.
-        backend.append_context(block, position)
-        position += len(committed)
-        number += 1
-
-
-def _cut(tokens: list[int], room: int, stop_token_ids: Collection[int]) -> list[int]:
-    stop = next((i for i, token in enumerate(tokens) if token in stop_token_ids), len(tokens))
-    return tokens[: min(room, stop + 1)]
+        # A device is given the next cycle before the one that runs is read. Near the end it waits: only a block that
+        # fits whatever is accepted until then is sure to be the one that the host would choose if it looked first.
+        while len(blocks) <= cycles.cycles_ahead and (room := end - position - sum(blocks)) > 1:
+            size = size or block_size_of(number)
+            if blocks and size > room:
+                break
+            blocks.append(min(size, room))
+            cycles.enqueue_cycle(blocks[-1])
+            size, number = 0, number + 1
+        blocks.popleft()
+        done = cycles.read_cycle()
+        position += len(done.committed)

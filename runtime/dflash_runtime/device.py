@@ -52,6 +52,8 @@ class Device(Protocol):
     """`8.9`"""
     tensorrt_version: str | None
     """None where engines are graphs that ONNX Runtime opens: they fit any GPU and any version."""
+    captures: bool
+    """Whether engines are known to run inside of `capture`."""
 
     def open_engine(self, path: Path, profiles: Sequence[EngineProfile]) -> Engine:
         """Loads an engine file. Raises EngineError where it is refused."""
@@ -75,11 +77,11 @@ class Device(Protocol):
     def clear(self, buffer: Buffer) -> None:
         """Enqueues filling with zeros."""
 
-    def mark(self) -> None:
-        """Enqueues the mark for the next `wait`."""
+    def mark(self, place: int = 0) -> None:
+        """Enqueues one of two marks for the next `wait`."""
 
-    def wait(self) -> None:
-        """Returns once the last mark is reached."""
+    def wait(self, place: int = 0) -> None:
+        """Returns once the last of these marks is reached."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Records what `work` enqueues, without running it; the result enqueues all of it at once."""

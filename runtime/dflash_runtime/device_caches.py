@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 from dflash_runtime.bundle import StateTensor
 from dflash_runtime.device import Buffer, Device, aligned
-from dflash_runtime.errors import EngineError
-
-_KINDS = ("kv", "windowed_kv")
 
 
 class DeviceCaches:
@@ -17,20 +14,16 @@ class DeviceCaches:
     Args:
         device: Where they lie.
         state: The model's state tensors, in the order of its layers.
-        capacity_rows: Rows of each.
         item_bytes: Size of one number.
         layouts: Rows a cache may be laid out with, ascending. The primitive form reads caches of fewer rows while the
             context is short; rows of a head then lie closer to each other.
     """
 
-    def __init__(self, device: Device, state: Sequence[StateTensor], capacity_rows: int, item_bytes: int,
-                 layouts: Sequence[int]) -> None:
-        self._device, self._layouts = device, layouts
+    def __init__(self, device: Device, state: Sequence[StateTensor], item_bytes: int, layouts: Sequence[int]) -> None:
+        self._device, self._layouts, capacity_rows = device, layouts, layouts[-1]
         groups: dict[tuple[int, int], list[StateTensor]] = {}
         for tensor in state:
-            heads, size = tensor.shape[1], tensor.shape[3]
-            if tensor.kind not in _KINDS or not isinstance(heads, int) or not isinstance(size, int):
-                raise EngineError(f"State {tensor.input} is {tensor.kind!r} {tensor.shape}, not of {_KINDS}. Update.")
+            _, heads, _, size = tensor.cache_shape(capacity_rows)
             groups.setdefault((heads, size), []).append(tensor)
         self.groups = [
             _Group(members, heads, size * item_bytes, device.allocate(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
-from dflash_runtime.bundle import Bundle, FileFacts, cache_root, write_text_atomically
-from dflash_runtime.engine_record import ENGINE_RECORD_NAME, read_record, source_problems
+from dflash_runtime.bundle import Bundle, cache_root
+from dflash_runtime.engine_record import EngineRecord, read_engine, source_problems
 from dflash_runtime.errors import EngineError
 
 DEVICE_ENGINE_SCHEMA_VERSION = 1
+STOP_ID_SLOTS = 32
+"""Stop ids that the acceptance engine compares with; -2 fills those that are not needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,7 @@ class EngineProfile:
     logit_rows: int
     """R: rows whose logits come out; 0 for graphs that have none."""
     capacity_rows: int
-    """T: rows of the caches it reads."""
+    """T: rows of the caches it reads; 0 for acceptance, which reads none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class GraphEngine:
     """The engine of one graph."""
 
     kind: str
-    """target, drafter_context or drafter."""
+    """target, drafter_context, drafter or acceptance."""
     file: str
     build_key: str
     """Equal for engines that are the same: network, shapes, GPU, TensorRT. Every fine-tune of a shape shares it."""
@@ -55,43 +56,20 @@ class GraphEngine:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeviceEngineRecord:
-    """Everything the record of a folder of engines for a device says."""
+class DeviceEngineRecord(EngineRecord):
+    """That of a folder of engines for `ort-cuda`, `tensorrt` or `tensorrt-rtx`."""
 
-    schema_version: int
-    backend: str
-    """`ort-cuda`, `tensorrt` or `tensorrt-rtx`."""
     tensorrt_version: str | None
     compute_capability: str | None
     """Of the GPU the engines run on, `8.9`; both None for graphs that ONNX Runtime opens, which fit any GPU."""
     form: str
     """`fused` or `primitive`."""
-    execution_precision: str
     weights_mode: str
     """`shared` (inputs) or `embedded`."""
     capacity_rows: int
     block_sizes: list[int]
     prefill_chunk_tokens: int
-    source: dict[str, str]
-    """Portable graph file -> the sha256 it had when it was lowered."""
     engines: list[GraphEngine]
-    files: dict[str, FileFacts]
-    versions: dict[str, str]
-    """Packages that made them."""
-
-    @property
-    def engine_bytes(self) -> int:
-        """Size of all engines on disk."""
-        return sum(facts.size_bytes for facts in self.files.values())
-
-    @property
-    def build_peak_bytes(self) -> int:
-        """Most memory any of the builds had resident."""
-        return max(engine.build_peak_bytes for engine in self.engines)
-
-    def write(self, folder: Path) -> None:
-        """Writes the record into `folder`, last of all files, so that a record means complete engines."""
-        write_text_atomically(folder / ENGINE_RECORD_NAME, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
 def device_tag(backend: str, compute_capability: str | None, weights_mode: str = "shared") -> str:
@@ -106,8 +84,8 @@ def engine_folders(bundle: Bundle, tag: str) -> list[Path]:
 
 
 def read_device_engine(folder: Path, remedy: str) -> DeviceEngineRecord:
-    """The record in `folder`; arguments and errors are those of `read_record`."""
-    record: DeviceEngineRecord = read_record(DeviceEngineRecord, folder, DEVICE_ENGINE_SCHEMA_VERSION, remedy)
+    """The record in `folder`; arguments and errors are those of `read_engine`."""
+    record: DeviceEngineRecord = read_engine(DeviceEngineRecord, folder, DEVICE_ENGINE_SCHEMA_VERSION, remedy)
     return record
 
 

@@ -48,7 +48,8 @@ class DeviceGraph:
             EngineError: the engine was not built for so many.
         """
         for profile in self.facts.profiles:
-            if profile.rows >= rows and profile.logit_rows >= logit_rows and profile.capacity_rows == layout_rows:
+            enough = profile.rows >= rows and profile.logit_rows >= logit_rows
+            if enough and profile.capacity_rows in (0, layout_rows):
                 return profile
         built = sorted({p.rows for p in self.facts.profiles if p.logit_rows >= logit_rows})
         raise EngineError(

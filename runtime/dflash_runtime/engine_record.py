@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.bundle import Bundle, FileFacts, compare_files, decode, write_text_atomically
+from dflash_runtime.bundle import Bundle, FileFacts, compare_files, read_record, write_text_atomically
 from dflash_runtime.errors import BundleError, EngineError
 
 ENGINE_SCHEMA_VERSION = 1
@@ -17,7 +17,7 @@ ENGINE_RECORD_NAME = "engine.json"
 
 @dataclasses.dataclass(frozen=True)
 class EngineRecord:
-    """Everything `engine.json` says."""
+    """What every `engine.json` says."""
 
     schema_version: int
     backend: str
@@ -25,18 +25,24 @@ class EngineRecord:
     """Portable graph file -> the sha256 it had when it was lowered."""
     files: dict[str, FileFacts]
     """The engine's own files, named relative to its folder."""
-    folded_weights: dict[str, list[str]]
-    """File -> weights from which its constants are computed when it is opened."""
     execution_precision: str
     """fp32, fp16 or bf16."""
     versions: dict[str, str]
     """Packages that made it."""
-    upcast: bool
-    """The bundle's weights are narrower than `execution_precision` and are widened when a session opens."""
 
     def write(self, folder: Path) -> None:
         """Writes the record into `folder`, last of all files, so that a record means a complete engine."""
         write_text_atomically(folder / ENGINE_RECORD_NAME, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostEngineRecord(EngineRecord):
+    """That of lowered graphs for `ort-cpu`."""
+
+    folded_weights: dict[str, list[str]]
+    """File -> weights from which its constants are computed when it is opened."""
+    upcast: bool
+    """The bundle's weights are narrower than `execution_precision` and are widened when a session opens."""
 
 
 def engine_folder(bundle: Bundle, backend: str) -> Path:
@@ -44,15 +50,15 @@ def engine_folder(bundle: Bundle, backend: str) -> Path:
     return bundle.path / "engines" / backend
 
 
-def open_engine(bundle: Bundle, backend: str) -> EngineRecord:
-    """Reads a backend's engine record and checks it against the files and the bundle's graphs.
+def open_engine(bundle: Bundle, backend: str) -> HostEngineRecord:
+    """Reads the record of lowered graphs for the CPU and checks it against the files and the bundle's graphs.
 
     Raises:
         EngineError: no engine, one that is incomplete or altered, or one made from other graphs.
     """
     folder = engine_folder(bundle, backend)
     remedy = f"Run: dflash-export engines {bundle.path} --backend {backend}"
-    record: EngineRecord = read_record(EngineRecord, folder, ENGINE_SCHEMA_VERSION, remedy)
+    record: HostEngineRecord = read_engine(HostEngineRecord, folder, ENGINE_SCHEMA_VERSION, remedy)
     graphs = bundle.manifest.graph_files().values()
     problems = [f"it does not list {name}" for name in graphs if name not in record.files]
     problems += source_problems(bundle, record.source)
@@ -63,8 +69,8 @@ def open_engine(bundle: Bundle, backend: str) -> EngineRecord:
     return record
 
 
-def read_record(kind: Any, folder: Path, schema_version: int, remedy: str) -> Any:
-    """Reads `engine.json` as the dataclass `kind`, strictly, and compares the engine's files with it.
+def read_engine(kind: type[Any], folder: Path, schema_version: int, remedy: str) -> Any:
+    """Reads `engine.json` as `kind` and compares the engine's files with it.
 
     `remedy` is the command that makes the engine, for messages.
 
@@ -75,12 +81,8 @@ def read_record(kind: Any, folder: Path, schema_version: int, remedy: str) -> An
     if not path.is_file():
         raise EngineError(f"There is no engine in {folder} ({path.name} is missing). {remedy}")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != schema_version:
-            raise BundleError(f"it has schema {version}, this program reads {schema_version}.")
-        record = decode(kind, data, str(path))
-    except (ValueError, BundleError) as error:
+        record = read_record(kind, path, schema_version)
+    except BundleError as error:
         raise EngineError(f"{path} cannot be read: {error} {remedy}") from error
     problems, _ = compare_files({name: folder / name for name in record.files}, record.files, {})
     if problems:

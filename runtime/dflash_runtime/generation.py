@@ -8,11 +8,12 @@ from typing import Any
 
 from dflash_runtime.bundle import Manifest
 from dflash_runtime.errors import PromptError
+from dflash_runtime.sampling import Sampling
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerationConfig:
-    """Options of one request."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationConfig(Sampling):
+    """Options of one request; those of `Sampling` say how tokens are chosen."""
 
     max_new_tokens: int = 128
     block_size: int | None = None
@@ -32,6 +33,7 @@ class GenerationConfig:
 
     def check(self, manifest: Manifest) -> None:
         """Raises PromptError for the first option that cannot be used with this bundle."""
+        self.check_sampling(manifest.target.vocab_size)
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
             raise PromptError(f"max_new_tokens is {self.max_new_tokens!r} and must be a whole number >= 1.")
         for option in ("plain", "raw"):
@@ -110,6 +112,8 @@ class GenerationResult:
     backend: str
     block_size: int
     """1 for plain decoding; the largest allowed where a schedule varied it."""
+    seed: int | None = None
+    """What the noise of sampled text came from."""
 
     @property
     def num_drafts(self) -> int:
@@ -125,4 +129,6 @@ class GenerationResult:
         """The result as plain JSON values, without the proposals."""
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del data["proposed_ids"]
+        if self.seed is None:
+            del data["seed"]
         return {**data, "num_drafts": self.num_drafts, "mean_acceptance_length": self.mean_acceptance_length}

@@ -10,12 +10,11 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from dflash_runtime.bundle import Bundle, GraphFacts, StateTensor
-from dflash_runtime.engine_record import EngineRecord, engine_folder, open_engine
+from dflash_runtime.engine_record import HostEngineRecord, engine_folder, open_engine
 from dflash_runtime.errors import BackendError, EngineError
 from dflash_runtime.weights import MappedWeights
 
 _PROVIDER = "CPUExecutionProvider"
-_KINDS = ("kv", "windowed_kv")
 
 Array = npt.NDArray[Any]
 
@@ -35,6 +34,7 @@ class OrtCpuBackend:
         self._logit_rows = np.zeros(rows, np.int64)
         self._tokens = np.zeros((1, rows), np.int64)
         (tap_width,) = (int(output.shape[-1]) for output in manifest.target.graph.outputs if output.name == "taps")
+        self._logits = np.zeros((1, rows, manifest.target.vocab_size), np.float32)
         self._taps = np.zeros((1, rows, tap_width), np.float32)
         self._waiting = np.zeros((1, rows, tap_width), np.float32)
         self._waiting_rows = self._waiting_end = 0  # tap rows of plain steps, not yet appended
@@ -68,6 +68,11 @@ class OrtCpuBackend:
         """See `Backend.verify`."""
         return self._run_target(block, position, range(len(block)))
 
+    def logits(self, rows: int) -> Array:
+        """See `Backend.logits`."""
+        found: Array = self._logits[0, :rows]
+        return found
+
     def draft(self, anchor: int, block_size: int, position: int) -> list[int]:
         """See `Backend.draft`."""
         if self._drafter is None:
@@ -86,7 +91,7 @@ class OrtCpuBackend:
         if rows > 1 or position != self._waiting_end or self._waiting_rows == self._waiting.shape[1]:
             self._append_waiting()
         if rows > 1:
-            self._run_context(self._context, self._taps[:, :rows], position)
+            self._run_context(self._taps[:, :rows], position)
         else:
             self._waiting[:, self._waiting_rows] = self._taps[:, 0]
             self._waiting_rows, self._waiting_end = self._waiting_rows + 1, position + 1
@@ -97,20 +102,22 @@ class OrtCpuBackend:
         self._target_state, self._drafter_state, self._weights = {}, {}, {}
 
     def _append_waiting(self) -> None:
-        if self._context is not None and (rows := self._waiting_rows):
-            self._run_context(self._context, self._waiting[:, :rows], self._waiting_end - rows)
+        if rows := self._waiting_rows:
             self._waiting_rows = 0
+            self._run_context(self._waiting[:, :rows], self._waiting_end - rows)
 
-    def _run_context(self, context: _Graph, taps: Array, position: int) -> None:
+    def _run_context(self, taps: Array, position: int) -> None:
+        assert self._context is not None
         self._position[0] = position
-        context.run({"taps": taps, "position": self._position}, {})
+        self._context.run({"taps": taps, "position": self._position}, {})
 
     def _run_target(self, ids: Sequence[int], position: int, logit_rows: Sequence[int]) -> list[int]:
         count, wanted = len(ids), len(logit_rows)
         self._ids[0, :count], self._position[0], self._logit_rows[:wanted] = ids, position, logit_rows
         inputs: dict[str, Array] = {"input_ids": self._ids[:, :count], "position": self._position}
         inputs["logit_rows"] = self._logit_rows[:wanted]
-        self._target.run(inputs, {"token_ids": self._tokens[:, :wanted], "taps": self._taps[:, :count]})
+        outputs: dict[str, Array] = {"token_ids": self._tokens[:, :wanted], "taps": self._taps[:, :count]}
+        self._target.run(inputs, {**outputs, "logits": self._logits[:, :wanted]})
         found: list[int] = self._tokens[0, :wanted].tolist()
         self._not_finite |= min(found) < 0
         return found
@@ -119,10 +126,8 @@ class OrtCpuBackend:
 class _Opener:
     """Opens engine graphs as ONNX Runtime sessions with the same options and weights."""
 
-    def __init__(self, bundle: Bundle, record: EngineRecord, threads: int | None) -> None:
-        self._bundle = bundle
-        self._record = record
-        self._threads = threads
+    def __init__(self, bundle: Bundle, record: HostEngineRecord, threads: int | None) -> None:
+        self._bundle, self._record, self._threads = bundle, record, threads
         # What target and drafter share is given to each session by name, and so is what must be widened: the
         # same memory for all. ONNX Runtime reads the rest itself and lets go of what it has packed.
         self.mapped = MappedWeights(bundle)
@@ -133,8 +138,7 @@ class _Opener:
 
     def open(self, file: str) -> ort.InferenceSession:
         options = ort.SessionOptions()
-        options.intra_op_num_threads = self._threads or 0
-        options.inter_op_num_threads = 1
+        options.intra_op_num_threads, options.inter_op_num_threads = self._threads or 0, 1
         options.log_severity_level = 3
         # Three sessions take turns: a pool that goes on spinning after its turn steals the cores from the next.
         options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -165,9 +169,7 @@ class _Graph:
     """A session whose I/O tensors are bound to fixed buffers, once per buffer and number of rows."""
 
     def __init__(self, opener: _Opener, facts: GraphFacts, state: dict[str, Array]) -> None:
-        self._session = opener.open(facts.file)
-        self._facts = facts
-        self._state = state
+        self._session, self._facts, self._state = opener.open(facts.file), facts, state
         self._bindings: dict[tuple[tuple[int, ...], ...], ort.IOBinding] = {}  # by addresses and shapes
 
     def run(self, inputs: dict[str, Array], outputs: dict[str, Array]) -> None:
@@ -193,16 +195,4 @@ class _Graph:
 
 def _allocate(state: list[StateTensor], capacity: int) -> dict[str, Array]:
     """Zeroed buffers of `capacity` rows: memory is taken by the system only where rows are written."""
-    buffers = {}
-    for tensor in state:
-        if tensor.kind not in _KINDS:
-            kinds = " and ".join(_KINDS)
-            raise EngineError(f"State {tensor.input} is of kind {tensor.kind!r}, ort-cpu keeps {kinds}. Update it.")
-        shape = [{"B": 1, "T": capacity}[d] if isinstance(d, str) else d for d in tensor.shape]
-        buffers[tensor.input] = np.zeros(shape, np.float32)
-    return buffers
-
-
-def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int) -> OrtCpuBackend:
-    """See `backend.open_backend`."""
-    return OrtCpuBackend(bundle, threads, prefill_chunk_tokens)
+    return {tensor.input: np.zeros(tensor.cache_shape(capacity), np.float32) for tensor in state}

@@ -33,6 +33,8 @@ class OrtEngines:
     """
 
     version: str | None = None
+    captures = False
+    """Its sessions record themselves; inside of a capture of ours they have not been tried on a GPU."""
 
     def __init__(self, provider: str = "CUDAExecutionProvider", memory: str = "cuda") -> None:
         self.provider, self.memory = provider, memory
@@ -51,6 +53,9 @@ class OrtEngines:
     def open(self, path: Path, profiles: Sequence[EngineProfile], stream: int) -> OrtEngine:
         """See `Device.open_engine`."""
         return OrtEngine(self, path, profiles, stream)
+
+    def close(self) -> None:
+        """Sessions free themselves."""
 
 
 class OrtEngine:

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from dflash_runtime.backend import Backend
 from dflash_runtime.bundle import Manifest
-from dflash_runtime.decode import Round, decode
+from dflash_runtime.cycles import Round
+from dflash_runtime.decode import decode
 from dflash_runtime.errors import PromptError
 from dflash_runtime.generation import GenerationConfig, GenerationResult
+from dflash_runtime.sampling import TokenChooser
 from dflash_runtime.text_stream import TextStream
 from dflash_runtime.tokenizer import Tokenizer
 
@@ -21,40 +23,38 @@ class TextPieces(Iterator[str]):
         self, backend: Backend, manifest: Manifest, tokenizer: Tokenizer | None,
         *, prompt_ids: list[int], config: GenerationConfig, started_s: float,
     ) -> None:
-        self._backend_name = backend.name
-        self._prompt_token_count = len(prompt_ids)
-        self._block_size = config.fixed_block_size(manifest)
+        self._facts = len(prompt_ids), backend.name, config.fixed_block_size(manifest)
         stop_ids = manifest.text.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
+        sampled = config.needs_logits
+        self._chooser = TokenChooser(config, prompt_ids, manifest.target.vocab_size) if sampled else None
         self._rounds = decode(
             backend, prompt_ids,
             max_new_tokens=config.max_new_tokens, max_context_tokens=manifest.max_context_tokens,
             stop_token_ids=frozenset(stop_ids), block_size_of=config.block_size_of(manifest),
+            chooser=self._chooser,
         )
-        detokenize = (lambda ids: "") if tokenizer is None else tokenizer.decode
-        self._text = TextStream(detokenize, config.stop_strings)
-        self._started_s = started_s
-        self._first_token_s = 0.0
-        self._decode_s = 0.0
-        self._token_ids: list[int] = []
+        self._text = TextStream((lambda ids: "") if tokenizer is None else tokenizer.decode, config.stop_strings)
+        self._started_s, self._first_token_s, self._decode_s = started_s, 0.0, 0.0
+        self._done: list[Round] = []
         self._pieces: list[str] = []
-        self._acceptance_lengths: list[int] = []
-        self._proposed_ids: list[list[int]] = []
-        self._finish_reason: str | None = None
         self._closed = False
 
     @property
     def result(self) -> GenerationResult:
         """What the request produced; PromptError while the stream has not been read to its end."""
-        if self._finish_reason is None:
+        if not self._done or (reason := self._done[-1].finish_reason) is None:
             raise PromptError("The stream has not ended, so it has no result yet. Read it to its end first.")
-        decoded = len(self._token_ids) - 1
+        prompt_token_count, backend, block_size = self._facts
+        token_ids = [token for done in self._done for token in done.committed]
+        drafted = [done for done in self._done if done.proposed]
         return GenerationResult(
-            text="".join(self._pieces), token_ids=self._token_ids,
-            prompt_token_count=self._prompt_token_count, finish_reason=self._finish_reason,
-            acceptance_lengths=self._acceptance_lengths, proposed_ids=self._proposed_ids,
-            tokens_per_s=decoded / self._decode_s if decoded else 0.0,
-            time_to_first_token_ms=self._first_token_s * 1000,
-            backend=self._backend_name, block_size=self._block_size,
+            text="".join(self._pieces), token_ids=token_ids,
+            prompt_token_count=prompt_token_count, finish_reason=reason,
+            acceptance_lengths=[len(done.committed) for done in drafted],
+            proposed_ids=[done.proposed for done in drafted],
+            tokens_per_s=(len(token_ids) - 1) / self._decode_s if len(token_ids) > 1 else 0.0,
+            time_to_first_token_ms=self._first_token_s * 1000, backend=backend, block_size=block_size,
+            seed=None if self._chooser is None else self._chooser.seed,
         )
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class TextPieces(Iterator[str]):
 
     def __next__(self) -> str:
         """The next piece of text, never empty."""
-        while self._finish_reason is None:
+        while not self._done or self._done[-1].finish_reason is None:
             if self._closed:
                 raise PromptError("The stream was closed, or another request began. Start the request again.")
             if piece := self._commit(self._next_round()):
@@ -76,7 +76,7 @@ class TextPieces(Iterator[str]):
         before = time.perf_counter()
         done = next(self._rounds)
         now = time.perf_counter()
-        if self._token_ids:
+        if self._done:
             self._decode_s += now - before  # the time the reader takes between pieces is not ours
         else:
             self._first_token_s = now - self._started_s
@@ -96,9 +96,5 @@ class TextPieces(Iterator[str]):
             text += self._text.finish()
             reason = "stop" if self._text.stopped else reason
             self._rounds.close()
-        self._token_ids += done.committed[:taken]
-        if done.proposed:
-            self._acceptance_lengths.append(taken)
-            self._proposed_ids.append(done.proposed)
-        self._finish_reason = reason
+        self._done.append(Round(done.committed[:taken], done.proposed, reason))
         return text

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from dflash_runtime.errors import PromptError
 Scores = npt.NDArray[np.float64]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How tokens are chosen. The defaults are greedy decoding."""
 
@@ -40,10 +41,10 @@ class Sampling:
     """Taken from the score of a token for each time it is in the answer."""
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """Token id -> what is added to its score."""
-    seed: int = 0
-    """Equal seeds give equal texts."""
+    seed: int | None = None
+    """Equal seeds give equal texts; None draws one."""
 
-    def check(self, vocab_size: int) -> None:
+    def check_sampling(self, vocab_size: int) -> None:
         """Raises PromptError for the first option that makes no sense."""
         limits: dict[str, tuple[float, float]] = {
             "temperature": (0, math.inf), "top_p": (1e-9, 1), "min_p": (0, 1), "repetition_penalty": (1e-9, math.inf),
@@ -54,7 +55,7 @@ class Sampling:
             if not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
                 raise PromptError(f"{name} is {value!r} and must be a number from {low:g} to {high:g}.")
         for name in ("top_k", "seed"):
-            value = getattr(self, name)
+            value = getattr(self, name) or 0
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
                 raise PromptError(f"{name} is {value!r} and must be a whole number from 0 on.")
         for token, bias in self.logit_bias.items():
@@ -79,6 +80,7 @@ class TokenChooser:
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab_size: int) -> None:
         self._sampling = sampling
+        self.seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         self._seen = np.zeros(vocab_size, np.bool_)
         self._seen[list(prompt)] = True
         self._answered = np.zeros(vocab_size, np.int32)
@@ -115,7 +117,8 @@ class TokenChooser:
         if sampling.temperature == 0:
             return int(scores.argmax())
         kept = _filtered(scores / sampling.temperature, sampling)
-        noise: Scores = np.random.Generator(np.random.Philox(key=sampling.seed, counter=position)).gumbel(size=len(row))
+        # Seed and place are the key: as counters, neighbouring places would share their noise, moved by a few words.
+        noise: Scores = np.random.Generator(np.random.Philox(key=[self.seed, position])).gumbel(size=len(row))
         return int(kept[0][(kept[1] + noise[kept[0]]).argmax()])
 
     def _penalised(self, row: npt.NDArray[np.float32]) -> Scores:

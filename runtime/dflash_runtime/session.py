@@ -33,7 +33,7 @@ class Session:
     @classmethod
     def open(
         cls, path: str | os.PathLike[str], backend: str = "ort-cpu",
-        *, threads: int | None = None, prefill_chunk_tokens: int = 128,
+        *, threads: int | None = None, prefill_chunk_tokens: int = 128, cuda_graphs: bool | None = None,
     ) -> Session:
         """Opens a bundle for generation.
 
@@ -42,6 +42,7 @@ class Session:
             backend: What executes the graphs.
             threads: CPU threads; None lets the backend choose.
             prefill_chunk_tokens: Most prompt tokens per target call; larger is faster and takes more memory.
+            cuda_graphs: Enqueue each cycle as one CUDA graph; None where the backend is known to allow it.
 
         Raises:
             BundleError: no bundle there, or a file is missing or altered.
@@ -49,7 +50,8 @@ class Session:
             EngineError: the bundle has no usable engine for it.
         """
         bundle = Bundle.open(path)
-        return cls(bundle, open_backend(backend, bundle, threads, prefill_chunk_tokens), Tokenizer.open(bundle))
+        opened = open_backend(backend, bundle, threads, prefill_chunk_tokens, cuda_graphs)
+        return cls(bundle, opened, Tokenizer.open(bundle))
 
     def generate(self, prompt: Prompt, config: GenerationConfig | None = None) -> GenerationResult:
         """Runs one request to its end.

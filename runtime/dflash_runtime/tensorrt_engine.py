@@ -14,6 +14,7 @@ import numpy as np
 from dflash_runtime.device import Buffer
 from dflash_runtime.device_engine import EngineProfile
 from dflash_runtime.errors import EngineError
+from dflash_runtime.kernel_cache import KernelCache
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 _PACKAGES = {"tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), "tensorrt-rtx": ("tensorrt-rtx",)}
@@ -22,11 +23,14 @@ _PACKAGES = {"tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), "tensor
 class TensorRTEngines:
     """Opens engine files; ModuleNotFoundError where `backend`, tensorrt or tensorrt-rtx, is not installed."""
 
+    captures = True
+
     def __init__(self, backend: str) -> None:
         self._trt: Any = importlib.import_module(_MODULES[backend])
         self.version: str | None = _version(backend, self._trt)
         self._log = self._trt.Logger(self._trt.Logger.WARNING)
         self._runtime: Any = None
+        self._kernels: KernelCache | None = None
 
     def open(self, path: Path, profiles: Sequence[EngineProfile], stream: int) -> TensorRTEngine:
         """See `Device.open_engine`; the profiles are in the file too."""
@@ -35,20 +39,36 @@ class TensorRTEngines:
             engine = self._runtime.deserialize_cuda_engine(mapped)
         if engine is None:
             raise EngineError(f"TensorRT {self.version} cannot load {path}; its own message is above.")
-        return TensorRTEngine(self._trt, engine, stream, path)
+        return TensorRTEngine(self._trt, engine, stream, path, self._create_config(engine, path))
+
+    def close(self) -> None:
+        """Keeps what was compiled."""
+        if self._kernels is not None:
+            self._kernels.save()
+
+    def _create_config(self, engine: Any, path: Path) -> Any:
+        """How contexts are made: scratch memory is ours, and TensorRT-RTX takes compiled kernels from the cache."""
+        strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if not hasattr(engine, "create_runtime_config") or not hasattr(self._trt, "IRuntimeCache"):
+            return strategy  # TensorRT compiles when it builds
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(strategy)
+        self._kernels = self._kernels or KernelCache(config.create_runtime_cache(), path.parent, self.version)
+        config.set_runtime_cache(self._kernels.cache)
+        return config
 
 
 class TensorRTEngine:
     """A loaded engine."""
 
-    def __init__(self, trt: Any, engine: Any, stream: int, path: Path) -> None:
-        self._trt, self._engine, self._stream, self._path = trt, engine, stream, path
+    def __init__(self, trt: Any, engine: Any, stream: int, path: Path, config: Any) -> None:
+        self._trt, self._engine, self._stream, self._path, self._config = trt, engine, stream, path, config
         self.scratch_bytes = int(engine.device_memory_size_v2)
 
     def open_context(self, index: int, scratch: Buffer) -> TensorRTContext:
         """See `Engine.open_context`."""
         trt, engine = self._trt, self._engine
-        context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        context = engine.create_execution_context(self._config)
         if context is not None:
             context.set_device_memory(scratch.address, scratch.size_bytes)
         if context is None or not context.set_optimization_profile_async(index, self._stream):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from dflash_engines.acceptance_graph import ACCEPTANCE
 from dflash_engines.passes.explicit_mask import ExplicitMaskPass
 from dflash_engines.passes.flat_matmul import FlatMatMulPass
 from dflash_engines.passes.weight_inputs import WeightInputsPass
@@ -35,9 +36,13 @@ def write_recorded_engines(
     folder = bundle.path / "engines" / device_tag(backend, "8.9")
     folder.mkdir(parents=True, exist_ok=True)
     engines = []
-    for kind, file in plan.graphs.items():
-        model, weights = _network(ir.load(bundle.file(file)), kind, form, plan.capacity_rows)  # type: ignore[arg-type]
-        (folder / f"{kind}.engine").write_bytes(ir.to_proto(model).SerializeToString())
+    for kind in plan.kinds:
+        if kind == ACCEPTANCE:
+            onnx, weights = plan.network(kind).onnx, list[BoundWeight]()
+        else:
+            model, weights = _network(ir.load(bundle.file(plan.graphs[kind])), kind, form, plan.capacity_rows)  # type: ignore[arg-type]
+            onnx = ir.to_proto(model).SerializeToString()
+        (folder / f"{kind}.engine").write_bytes(onnx)
         profiles = plan.profiles(kind)
         engines.append(GraphEngine(kind, f"{kind}.engine", "key", profiles, weights, [0] * len(profiles), 0))
     dataclasses.replace(plan.record(engines, folder), execution_precision="fp32").write(folder)

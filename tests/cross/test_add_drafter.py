@@ -121,7 +121,8 @@ def test_a_second_drafter_replaces_the_first(completed: Path, checkpoints: Path,
     assert report.manifest.drafter is not None
     assert report.manifest.drafter.name == "other"
     with Session.open(copy, threads=1) as session:
-        plain = session.generate(PROMPTS[0], GenerationConfig(40, plain=True, stop_token_ids=[])).token_ids
+        config = GenerationConfig(max_new_tokens=40, plain=True, stop_token_ids=[])
+        plain = session.generate(PROMPTS[0], config).token_ids
         assert session.generate(PROMPTS[0], FREE).token_ids == plain
     assert contents(copy).keys() == contents(completed).keys()
 

@@ -23,12 +23,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import edit_json, favour_few_tokens, write_target
 
 from dflash_engines.ort_cpu import lower_bundle
+from dflash_export.add_drafter import plan_addition, write_with_drafter
 from dflash_export.build import export_bundle
 from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.drafter_config import DrafterConfig, read_drafter_config
 from dflash_export.drafter_weights import match_drafter_weights
 from dflash_export.tensor_files import read_tensor_places
 from dflash_runtime import CheckpointError, GenerationConfig, PairError, Session, UnsupportedModelError
+from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import DFlashError
 
 FORMATS = Path(__file__).parent / "drafter_formats"
@@ -71,16 +73,22 @@ def meant(name: str, folder: Path) -> None:
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def make_pair(name: str, folder: Path) -> None:
-    """Target, drafter as its library wrote it, bundle, and the z-lab twin in a folder of its own."""
+def make_target(folder: Path) -> None:
+    """The target's checkpoint, and a bundle of it alone."""
     write_target(folder / "target", "qwen3", **TARGET)
     favour_few_tokens(folder / "target", 5)
-    shutil.copytree(FORMATS / name, folder / "drafter")
     (folder / "bundle").mkdir()
-    export_bundle(plan_build(BuildOptions(str(folder / "target"), str(folder / "drafter"))), folder / "bundle", quiet)
+    export_bundle(plan_build(BuildOptions(str(folder / "target"))), folder / "bundle", quiet)
+
+
+def make_pair(name: str, target: Path, folder: Path) -> None:
+    """The bundle with the drafter as its library wrote it, and the z-lab twin in a folder of its own."""
+    alone = Bundle.open(target / "bundle")
+    (folder / "bundle").mkdir()
+    write_with_drafter(alone, plan_addition(alone, str(FORMATS / name)), folder / "bundle", quiet)
     lower_bundle(folder / "bundle")
     meant(name, folder / "zlab" / "drafter")
-    (folder / "zlab" / "target").symlink_to(folder / "target")
+    (folder / "zlab" / "target").symlink_to(target / "target")
 
 
 def propose_from_own_head(authors: Authors, drafter: Path) -> None:
@@ -97,10 +105,11 @@ def propose_from_own_head(authors: Authors, drafter: Path) -> None:
 
 @pytest.mark.parametrize("name", MEANING)
 def test_every_round_is_that_of_the_same_weights_in_zlab_format(once: Once, name: str) -> None:
-    folder = once(f"format-{name}", lambda place: make_pair(name, place))
+    target = once("format-target", make_target)
+    folder = once(f"format-{name}", lambda place: make_pair(name, target, place))
     authors = Authors(folder / "zlab")
     if name == "speculators-reduced":
-        propose_from_own_head(authors, folder / "drafter")
+        propose_from_own_head(authors, FORMATS / name)
     proposed: set[int] = set()
     with Session.open(folder / "bundle", threads=1, prefill_chunk_tokens=16) as session:
         for prompt in ([5], list(range(40, 71))):

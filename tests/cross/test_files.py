@@ -54,7 +54,7 @@ def test_paths_of_every_kind(checkpoints: Path, built: Make, tmp_path: Path, mon
         options = [*command, "--", "-ein Bündel 2/", *(["5,17,3"] if command[0] == "run" else [])]
         done = CliRunner().invoke(main, options, catch_exceptions=False)
         assert done.exit_code == 0, done.stderr
-    config = GenerationConfig(24, stop_token_ids=[])
+    config = GenerationConfig(max_new_tokens=24, stop_token_ids=[])
     results = []
     for path in (Path("-ein Bündel 2"), built(MAIN)):
         with Session.open(path, threads=1) as session:

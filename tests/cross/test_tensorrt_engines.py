@@ -35,7 +35,7 @@ from dflash_tools.pipeline import build
 pytest.importorskip("tensorrt_rtx")
 BF16, FP16 = HALF_PAIRS
 CAPABILITIES = ("8.6", "8.9", "12.0")
-KINDS = ["target", "drafter_context", "drafter"]
+KINDS = ["target", "drafter_context", "drafter", "acceptance"]
 
 
 @pytest.fixture(autouse=True)
@@ -74,12 +74,13 @@ def test_engines_for_each_gpu(pair: Pair, capability: str, bundle_of: Callable[[
     built = build_engines(bundle, options(compute_capability=capability, block_sizes=(), use_cache=False))
     assert [engine.kind for engine in built.record.engines] == KINDS and built.reused == []
     assert built.record.form == "fused" and built.record.execution_precision == pair.precision
-    target, context, drafter = built.record.engines
+    target, context, drafter, acceptance = built.record.engines
+    assert [p.rows for p in acceptance.profiles] == [1, 4, 8, 16]
     assert [p.rows for p in target.profiles] == [1, 4, 8, 16, 32] == [p.rows for p in context.profiles]
     assert [p.logit_rows for p in target.profiles] == [1, 4, 8, 16, 1]
     assert [p.rows for p in drafter.profiles] == [4, 8, 16]
     capacity = bundle.manifest.max_context_tokens + 32
-    assert {p.capacity_rows for engine in built.record.engines for p in engine.profiles} == {capacity}
+    assert {p.capacity_rows for engine in built.record.engines[:3] for p in engine.profiles} == {capacity}
     for engine in built.record.engines:
         assert len(engine.scratch_bytes) == len(engine.profiles) and engine.build_peak_bytes > 50e6
         assert (built.folder / engine.file).stat().st_size == built.record.files[engine.file].size_bytes > 10_000
@@ -95,9 +96,9 @@ def test_embedded_weights_and_the_other_precision(bundle_of: Callable[[Pair], Bu
     embedded = build_engines(bundle, options(weights_mode="embedded"))
     assert embedded.folder.name == "tensorrt-rtx-sm89-embedded" and shared.folder.name == "tensorrt-rtx-sm89"
     assert all(not engine.weights for engine in embedded.record.engines) and embedded.weight_bytes == 0
-    assert embedded.record.engine_bytes > shared.record.engine_bytes
+    assert embedded.engine_bytes > shared.engine_bytes
     half = build_engines(bundle, options(precision="fp16"))
-    assert half.record.execution_precision == "fp16" and half.reused == []
+    assert half.record.execution_precision == "fp16" and half.reused == ["acceptance"]
     assert {w.dtype for engine in half.record.engines for w in engine.weights} == {"F16", "F32"}
     with pytest.raises(EngineError, match="keep the bundle's precision, bf16, and fp16 is asked"):
         build_engines(bundle, options(weights_mode="embedded", precision="fp16"))
@@ -108,7 +109,7 @@ def test_residuals_in_fp32_on_request(bundle_of: Callable[[Pair], Bundle]) -> No
     before = build_engines(bundle, options())
     kept = build_engines(bundle, options(fp32_residuals=True))
     # The drafter's context embeds nothing and has no stream: its engine is the same one.
-    assert kept.reused == ["drafter_context"]
+    assert kept.reused == ["drafter_context", "acceptance"]
     assert {w.dtype for w in kept.record.engines[0].weights} == {w.dtype for w in before.record.engines[0].weights}
 
 
@@ -306,7 +307,7 @@ def test_engines_of_something_else_are_refused_with_both_values(bundle_of: Calla
         (lambda folder: (folder / "target.engine").write_bytes(b""), "target.engine is incomplete or altered"),
         (lambda folder: flip_a_byte(folder / "target.engine"), "target.engine was altered"),
         (lambda folder: (folder / "engine.json").write_text("{"), "cannot be read"),
-        (lambda folder: edit(folder / "engine.json", schema_version=9), "schema 9, this program reads 1"),
+        (lambda folder: edit(folder / "engine.json", schema_version=9), "schema version 9, this program reads 1"),
         (lambda folder: (folder / "engine.json").unlink(), "There is no engine in"),
     ],
 )

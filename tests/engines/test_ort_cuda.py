@@ -14,8 +14,9 @@ from bare_ort import Array, BareSession, deviation
 from small_bundle import write_small_bundle
 from tiny_graphs import Layer, Sizes, drafter_context_model, drafter_model, target_model
 
+from dflash_engines.acceptance_graph import ACCEPTANCE, acceptance_model
 from dflash_engines.half_precision import to_fp32
-from dflash_engines.ort_cuda import lower_bundle, lower_model
+from dflash_engines.ort_cuda import CUDA_CONTRIB_OPERATORS, CUDA_OPERATORS, lower_bundle, lower_model
 from dflash_engines.passes.graph_reading import HALF_TYPES
 from dflash_runtime.device_engine import read_device_engine
 from dflash_runtime.errors import EngineError
@@ -130,19 +131,23 @@ def test_bidirectional_layers_use_the_kernel_and_windowed_ones_a_mask() -> None:
     assert masked.inputs[3] is not None and masked.inputs[3].dtype == ir.DataType.BOOL
 
 
-@pytest.mark.parametrize("kind", ["target", "drafter_context", "drafter"])
+@pytest.mark.parametrize("kind", ["target", "drafter_context", "drafter", ACCEPTANCE])
 def test_with_fixed_sizes_nothing_is_computed_from_shapes(kind: str, tmp_path: Path) -> None:
-    maker = {"target": target_model, "drafter_context": drafter_context_model, "drafter": drafter_model}[kind]
-    sizes = half(TARGETS["windows"] if kind == "target" else DRAFTERS["windows"])
-    lowered = to_fp32(lower_model(maker(sizes), kind, "fp16"))  # type: ignore[arg-type, operator]
+    if kind == ACCEPTANCE:
+        lowered = acceptance_model(stop_ids=8)
+    else:
+        maker = {"target": target_model, "drafter_context": drafter_context_model, "drafter": drafter_model}[kind]
+        sizes = half(TARGETS["windows"] if kind == "target" else DRAFTERS["windows"])
+        lowered = to_fp32(lower_model(maker(sizes), kind, "fp16"))  # type: ignore[arg-type, operator]
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "folded.onnx")
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    for name, size in {"S": 4, "R": 4, "T": CAPACITY}.items():
+    for name, size in {"S": 4, "R": 4, "b": 4, "T": CAPACITY}.items():
         options.add_free_dimension_override_by_name(name, size)
     ort.InferenceSession(ir.to_proto(lowered).SerializeToString(), options, providers=["CPUExecutionProvider"])
     # A Shape or Range node would run on the host in the middle of a CUDA graph.
-    assert not {"Shape", "Range", "Size"} & set(operators(ir.load(tmp_path / "folded.onnx")))
+    left = set(operators(ir.load(tmp_path / "folded.onnx")))
+    assert not {"Shape", "Range", "Size"} & left and left <= CUDA_OPERATORS | CUDA_CONTRIB_OPERATORS
 
 
 @pytest.mark.parametrize("kind", ["target", "drafter"])

@@ -9,6 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
 from tiny_models import write_drafter, write_target
 from transformers import Qwen3NextConfig
 
@@ -16,6 +17,8 @@ from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.catalog import CATALOG, NOT_SERVED, CatalogEntry
 from dflash_export.checkpoint import find_checkpoint
 from dflash_export.drafter_config import read_drafter_config
+from dflash_export.pair_report import examine_pair
+from dflash_export.tensor_files import read_tensor_places
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -154,6 +157,39 @@ def test_what_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         read_drafter_config(found.folder)
     find_checkpoint(REPO, role="target", with_weights=False)
     assert not any("safetensors" in pattern for pattern in client.asked["allow_patterns"])
+
+
+def test_check_pair_reads_headers_and_fetches_no_weights(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = cache / "models--x--drafter" / "snapshots" / OLD
+    write_drafter(drafter)
+    real, asked = huggingface_hub.snapshot_download, []
+
+    def offline(repo: str, **options: Any) -> str:
+        asked.append((repo, "*.safetensors" in options["allow_patterns"]))
+        return str(real(repo, **{**options, "local_files_only": True}))
+
+    def headers(repo: str, revision: str) -> Any:
+        assert (repo, revision) == ("x/drafter", OLD)
+        tensors = {
+            name: TensorInfo(place.dtype, list(place.shape), (0, place.length_bytes))
+            for name, place in read_tensor_places(drafter).items() if name != gone
+        }  # fmt: skip
+        return SafetensorsRepoMetadata(None, False, {}, {"model.safetensors": SafetensorsFileMetadata({}, tensors)})
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", headers)
+    gone = ""
+    assert examine_pair(REPO, f"x/drafter@{OLD}").findings == []
+    assert asked == [(REPO, False), ("x/drafter", False)]
+    gone = "norm.weight"
+    assert "lacks 1 of" in examine_pair(REPO, f"x/drafter@{OLD}").findings[0].text
+
+    def foreign(repo: str, revision: str) -> Any:
+        raise errors.NotASafetensorsRepoError("weight files of other names")
+
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", foreign)
+    assert examine_pair(REPO, f"x/drafter@{OLD}").findings == []
+    assert asked[-1] == ("x/drafter", True)
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)

@@ -29,7 +29,7 @@ class FakeCuda(types.ModuleType):
         cudaDevAttrComputeCapabilityMajor=75, cudaDevAttrComputeCapabilityMinor=76
     )
     cudaMemcpyKind = types.SimpleNamespace(  # noqa: N815
-        cudaMemcpyHostToDevice="up", cudaMemcpyDeviceToHost="down", cudaMemcpyDeviceToDevice="over"
+        cudaMemcpyDefault="either way"
     )
     cudaStreamCaptureMode = types.SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)  # noqa: N815
 

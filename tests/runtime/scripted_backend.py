@@ -7,6 +7,11 @@ target, neither more nor fewer.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from dflash_runtime.cycles import Round, accept, cut
 
 VOCAB = 97
 
@@ -59,6 +64,9 @@ class ScriptedBackend:
             drafts.append((true + 1) % VOCAB if place in self.errors_at else true)
         return drafts
 
+    def logits(self, rows: int) -> npt.NDArray[Any]:
+        raise AssertionError("greedy decoding asks for no logits")
+
     def append_context(self, rows: int, position: int) -> None:
         self.calls.append(("append", rows, position))
         assert rows == len(self.taps)
@@ -79,6 +87,31 @@ class ScriptedBackend:
         history = [row for row in self.target_rows[:rows] if row is not None]
         assert len(history) == rows, "a row was skipped"
         return history
+
+
+class LateBackend(ScriptedBackend):
+    """Keeps the state between cycles itself, as a device does, and is read late."""
+
+    cycles_ahead = 1
+
+    def start_cycles(self, anchor: int, position: int, limit: int, stop_ids: Collection[int]) -> None:
+        self.anchor, self.position, self.limit, self.stop_ids = anchor, position, limit, stop_ids
+        self.unread: list[Round] = []
+        self.void_cycles = 0
+
+    def enqueue_cycle(self, block_size: int) -> None:
+        assert len(self.unread) <= self.cycles_ahead
+        proposed = self.draft(self.anchor, block_size, self.position) if block_size > 1 else []
+        posterior = self.verify([self.anchor, *proposed], self.position)
+        room = max(self.limit - self.position - 1, 0)
+        committed = [] if self.anchor in self.stop_ids else cut(accept(proposed, posterior), room, self.stop_ids)
+        self.void_cycles += not committed
+        self.append_context(block_size, self.position)
+        self.anchor, self.position = [self.anchor, *committed][-1], self.position + len(committed)
+        self.unread.append(Round(committed, proposed))
+
+    def read_cycle(self) -> Round:
+        return self.unread.pop(0)
 
 
 def next_token(history: Sequence[int]) -> int:

@@ -25,6 +25,8 @@ def test_options_that_cannot_be_used(tiny: Path) -> None:
         Session.open(tiny, threads=0)
     with pytest.raises(BackendError, match="prefill_chunk_tokens is 0"):
         Session.open(tiny, prefill_chunk_tokens=0)
+    with pytest.raises(BackendError, match="cuda_graphs is True and backend 'ort-cpu' runs on the CPU"):
+        Session.open(tiny, cuda_graphs=True)
 
 
 def test_another_provider_than_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

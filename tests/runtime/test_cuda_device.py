@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda, FakeTensorRT, Status
@@ -71,6 +73,12 @@ def test_a_capture_is_launched_as_one(device: Any, cuda: FakeCuda) -> None:
                      "cudaGraphDestroy"]  # fmt: skip
     launch()
     assert cuda.calls[-1] == ("cudaGraphLaunch", "exec", 77)
+
+
+def test_a_cycle_that_cannot_be_captured_says_what_to_do(device: Any, cuda: FakeCuda) -> None:
+    cuda.fail = {"cudaStreamEndCapture": Status.cudaErrorMemoryAllocation}
+    with pytest.raises(BackendError, match=r"cannot be recorded as a CUDA graph: .*cuda_graphs=False"):
+        device.capture(lambda: None)
 
 
 def test_engines_and_contexts(device: Any, tmp_path: Path) -> None:
@@ -143,6 +151,65 @@ def test_threads_are_not_for_a_gpu(tiny: Path) -> None:
         Session.open(tiny, "tensorrt-rtx", threads=2)
 
 
+class _Cache:
+    """TensorRT-RTX's runtime cache: it takes what it gave itself."""
+
+    def __init__(self) -> None:
+        self.held = b""
+
+    def deserialize(self, blob: bytes) -> bool:
+        if not blob.startswith(b"this GPU"):
+            return False
+        self.held = bytes(blob)
+        return True
+
+    def serialize(self) -> bytes:
+        return self.held
+
+
+def _open_with_cache(device: Any, trt: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> _Cache:
+    cache = _Cache()
+    config = types.SimpleNamespace(
+        create_runtime_cache=lambda: cache, set_runtime_cache=lambda given: trt.calls.append(("cache", given)),
+        set_execution_context_allocation_strategy=lambda given: trt.calls.append(("strategy", given)),
+    )  # fmt: skip
+    monkeypatch.setattr(trt, "IRuntimeCache", _Cache, raising=False)
+    monkeypatch.setattr(fake_cuda._Engine, "create_runtime_config", lambda engine: config, raising=False)
+    engine = device.open_engine(path, [])
+    engine.open_context(0, device.allocate(64))
+    assert trt.calls[:3] == [("strategy", "by the user"), ("cache", cache), ("create", config)]
+    return cache
+
+
+@pytest.mark.parametrize("damage", [None, "cut", "foreign"])
+def test_compiled_kernels_are_kept_for_the_next_time(
+    device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str | None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trt: Any = sys.modules["tensorrt"]
+    (tmp_path / "target.engine").write_bytes(b"engine")
+    cache = _open_with_cache(device, trt, tmp_path / "target.engine", monkeypatch)
+    cache.held = b"another GPU" if damage == "foreign" else b"this GPU, compiled"
+    device.close()
+    (kept,) = (tmp_path / "cache").rglob("*.cache")
+    if damage == "cut":
+        kept.write_bytes(kept.read_bytes()[:-3])
+    trt.calls.clear()
+    loader = importlib.import_module("dflash_runtime.tensorrt_engine").TensorRTEngines("tensorrt")
+    again = importlib.import_module(MODULE).CudaDevice("tensorrt", loader)
+    if damage is None:
+        found = _open_with_cache(again, trt, tmp_path / "target.engine", monkeypatch)
+        assert found.held == b"this GPU, compiled"
+    else:
+        with pytest.warns(UserWarning, match="damaged" if damage == "cut" else "another GPU"):
+            found = _open_with_cache(again, trt, tmp_path / "target.engine", monkeypatch)
+        assert found.held == b""
+        found.held = b"this GPU, compiled again"
+    again.close()
+    assert kept.read_bytes()[32:] == found.held
+    assert not list(kept.parent.glob("*partial*"))
+
+
 def test_the_real_cuda_python_has_these_functions() -> None:
     real = pytest.importorskip("cuda.bindings.runtime")
     text = Path(importlib.util.find_spec(MODULE).origin).read_text(encoding="utf-8")  # type: ignore[union-attr, arg-type]
@@ -150,7 +217,7 @@ def test_the_real_cuda_python_has_these_functions() -> None:
     assert len(names) > 20
     assert [name for name in names if not hasattr(real, name)] == []
     members = set(re.findall(r"cuda\.(cuda\w+)\.(cuda\w+)", text))
-    assert {("cudaMemcpyKind", "cudaMemcpyHostToDevice"), ("cudaError_t", "cudaSuccess")} <= members
+    assert {("cudaMemcpyKind", "cudaMemcpyDefault"), ("cudaError_t", "cudaSuccess")} <= members
     assert [member for owner, member in members if not hasattr(getattr(real, owner), member)] == []
     assert all(hasattr(real.cudaDeviceAttr, name) for name in vars(FakeCuda.cudaDeviceAttr))
     status, count = real.cudaGetDeviceCount()
@@ -161,7 +228,10 @@ def test_the_real_tensorrt_rtx_has_these_methods() -> None:
     real = pytest.importorskip("tensorrt_rtx")
     for owner, names in (
         (real.ICudaEngine, "create_execution_context device_memory_size_v2 get_tensor_name get_tensor_mode "
-                           "get_tensor_shape get_tensor_dtype get_tensor_profile_shape num_io_tensors"),
+                           "get_tensor_shape get_tensor_dtype get_tensor_profile_shape num_io_tensors "
+                           "create_runtime_config"),
+        (real.IRuntimeConfig, "create_runtime_cache set_runtime_cache set_execution_context_allocation_strategy"),
+        (real.IRuntimeCache, "serialize deserialize"),
         (real.IExecutionContext, "set_device_memory set_optimization_profile_async set_input_shape get_tensor_shape "
                                  "set_tensor_address execute_async_v3"),
         (real.Runtime, "deserialize_cuda_engine"),

@@ -6,10 +6,11 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
-from scripted_backend import VOCAB, ScriptedBackend, greedy
+from scripted_backend import VOCAB, LateBackend, ScriptedBackend, greedy
 
 from dflash_runtime import NumericsError
-from dflash_runtime.decode import Round, accept, decode
+from dflash_runtime.cycles import accept
+from dflash_runtime.decode import Round, decode
 
 PROMPT = [5, 17, 3, 60, 42, 8]
 
@@ -169,3 +170,32 @@ def test_state_of_an_aborted_request_does_not_leak() -> None:
     unfinished.close()
     for prompt in ([2] * 6, [3] * 20, PROMPT):
         assert tokens(run(backend, prompt)) == greedy(prompt, 24)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_reading_late_changes_nothing(seed: int) -> None:
+    """Rounds, proposals and the blocks that are asked for; a stop may leave one cycle that commits nothing."""
+    rng = random.Random(seed)
+    sizes = [rng.choice([1, 2, 4, 8]) for _ in range(80)]
+    new, context, stop = rng.choice([1, 2, 9, 40, 100]), rng.choice([16, 64]), greedy(PROMPT, 40)[rng.randrange(5, 40)]
+    options: Any = {"new": new, "block": lambda n: sizes[n], "stop": rng.choice([(), (stop,)]), "context": context}
+    errors = {rng.randrange(6, 60) for _ in range(rng.choice([0, 4, 20]))}
+    known = ScriptedBackend(errors_at=errors, max_context=context)
+    late = LateBackend(errors_at=errors, max_context=context)
+    rounds = run(known, **options)
+    assert run(late, **options) == rounds
+    verified = [call for call in late.calls if call[0] == "verify"]
+    assert verified[: len(rounds) - 1] == [call for call in known.calls if call[0] == "verify"]
+    left = late.void_cycles if new > 1 else 0
+    assert len(verified) == len(rounds) - 1 + left and left <= (rounds[-1].finish_reason == "stop")
+
+
+def test_the_next_cycle_is_on_its_way_before_one_is_read() -> None:
+    backend = LateBackend()
+    rounds = decode(backend, PROMPT, max_new_tokens=40, max_context_tokens=64, stop_token_ids=(),
+                    block_size_of=lambda n: 4)  # fmt: skip
+    next(rounds)
+    for _ in range(5):
+        next(rounds)
+        assert len(backend.unread) == 1
+    rounds.close()

@@ -42,7 +42,7 @@ def rows_of(device: RecordingDevice, caches: DeviceCaches, tensors: list[StateTe
 def test_committed_rows_stay_whatever_the_layout(shapes: list[tuple[int, int]], seed: int) -> None:
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
     device, tensors = RecordingDevice(), state(*shapes)
-    caches = DeviceCaches(device, tensors, LAYOUTS[-1], 4, LAYOUTS)
+    caches = DeviceCaches(device, tensors, 4, LAYOUTS)
     expected = [np.zeros((heads, 0, size), np.float32) for heads, size in shapes]
     position = 0
     while position < 60:
@@ -76,7 +76,7 @@ def test_committed_rows_stay_whatever_the_layout(shapes: list[tuple[int, int]], 
 )
 def test_a_commit_is_one_copy_where_caches_lie_behind_one_another(shapes: list[tuple[int, int]], copies: int) -> None:
     device = RecordingDevice()
-    caches = DeviceCaches(device, state(*shapes), 76, 4, (76,))
+    caches = DeviceCaches(device, state(*shapes), 4, (76,))
     sources = [device.allocate(8192).address for _ in caches.groups]
     caches.commit(sources, 4, 3, 70)
     assert len([entry for entry in device.log if entry[0] == "copy"]) == copies
@@ -84,7 +84,7 @@ def test_a_commit_is_one_copy_where_caches_lie_behind_one_another(shapes: list[t
 
 def test_clearing_wipes_everything() -> None:
     device, tensors = RecordingDevice(), state((2, 16), (1, 8))
-    caches = DeviceCaches(device, tensors, 32, 4, (32,))
+    caches = DeviceCaches(device, tensors, 4, (32,))
     for buffer in caches.tensors(32).values():
         device.view(*buffer)[:] = 255
     caches.reset(clear=False)
@@ -95,4 +95,4 @@ def test_clearing_wipes_everything() -> None:
 
 def test_other_state_is_refused() -> None:
     with pytest.raises(EngineError, match=r"past_key_values.0 is 'recurrent'"):
-        DeviceCaches(RecordingDevice(), state((2, 4), kind="recurrent"), 32, 4, (32,))
+        DeviceCaches(RecordingDevice(), state((2, 4), kind="recurrent"), 4, (32,))

@@ -19,7 +19,7 @@ def chooser(prompt: tuple[int, ...] = (1, 2), **options: Any) -> TokenChooser:
 
 
 def frequencies(count: int, logits: np.ndarray = LOGITS, **options: Any) -> np.ndarray:
-    one = chooser(**options)
+    one = chooser(seed=7, **options)
     drawn = [one.choose(logits, [], n)[0] for n in range(count)]
     return np.bincount(drawn, minlength=VOCAB) / count
 
@@ -71,7 +71,7 @@ def test_filters_and_their_order_are_those_of_transformers(options: dict[str, An
     processors += holder._get_logits_processor(generation_config=config, input_ids_seq_length=len(prompt), device="cpu")
     scores = processors(torch.tensor([prompt]), torch.from_numpy(LOGITS.copy()))
     expected = torch.softmax(scores.double(), -1)[0].numpy()
-    one = TokenChooser(Sampling(**options), prompt, VOCAB)
+    one = TokenChooser(Sampling(seed=11, **options), prompt, VOCAB)
     count = 4000
     drawn = np.bincount([one.choose(LOGITS, [], n)[0] for n in range(count)], minlength=VOCAB) / count
     assert chi_square(drawn, expected, count) < 60
@@ -85,6 +85,19 @@ def test_the_token_of_a_place_depends_on_seed_and_place_alone() -> None:
     assert together == [two.choose(rows[i : i + 1], [], 40 + i)[0] for i in (0, 1, 2, 3, 4, 5)]
     assert together != chooser(temperature=1.0, seed=4).choose(rows, [], 40)
     assert len(set(together)) > 1
+
+
+def test_places_and_seeds_share_no_noise() -> None:
+    """Of equal scores the noise alone decides; a shifted copy would walk through the vocabulary in equal steps."""
+    flat, places = np.zeros((1, 4096), np.float32), range(40)
+    for seed in (0, 1, 2**63):
+        one = TokenChooser(Sampling(temperature=1.0, seed=seed), (1,), 4096)
+        drawn = [one.choose(flat, [], place)[0] for place in places]
+        steps = np.diff(drawn) % 4096
+        assert len(set(steps.tolist())) > len(steps) - 3 and len(set(drawn)) > 35
+    two = TokenChooser(Sampling(temperature=1.0, seed=1), (1,), 4096)
+    other = TokenChooser(Sampling(temperature=1.0, seed=0), (1,), 4096)
+    assert sum(two.choose(flat, [], p) == other.choose(flat, [], p + d) for p in places for d in (-1, 0, 1) if p) < 3
 
 
 def test_penalties_see_the_proposals_before_a_row() -> None:
@@ -136,4 +149,4 @@ def test_the_graphs_argmax_is_enough_for_greedy_decoding_alone() -> None:
 )  # fmt: skip
 def test_options_that_make_no_sense(options: dict[str, Any], named: str) -> None:
     with pytest.raises(PromptError, match=named):
-        Sampling(**options).check(VOCAB)
+        Sampling(**options).check_sampling(VOCAB)

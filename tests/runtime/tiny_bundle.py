@@ -31,7 +31,7 @@ from dflash_runtime.bundle import (
     file_facts,
     write_text_atomically,
 )
-from dflash_runtime.engine_record import EngineRecord
+from dflash_runtime.engine_record import HostEngineRecord
 
 BOS, EOS, IM_END = 256, 257, 258
 FIRST_LIKELY = ord("a")
@@ -320,7 +320,7 @@ def write_engine(root: Path, sizes: Sizes, *, upcast: bool = False) -> None:
     for name in graphs:
         makers[name](sizes, bundle.manifest.weights, folder / name, True)
     source = {name: bundle.manifest.files[name].sha256 for name in graphs}
-    EngineRecord(1, "ort-cpu", source, file_facts(folder, graphs), {}, "fp32", {}, upcast).write(folder)
+    HostEngineRecord(1, "ort-cpu", source, file_facts(folder, graphs), "fp32", {}, {}, upcast).write(folder)
 
 
 TEMPLATE = (

@@ -156,3 +156,21 @@ def test_interrupt_ends_with_130(bundle: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Traceback" not in errors
+
+
+def test_sampled_text_repeats_with_its_seed(invoke: Invoke, bundle: Path) -> None:
+    options = ("--json", "--max-new-tokens", 16, "--temperature", 0.8, "--top-p", 0.9, "--presence-penalty", 0.2)
+    first = json.loads(invoke("run", bundle, "hello", *options).stdout)
+    assert set(first) == {*RESULT_KEYS, "seed"}
+    again = json.loads(invoke("run", bundle, "hello", *options, "--seed", first["seed"], "--plain").stdout)
+    assert again["token_ids"] == first["token_ids"]
+    other = json.loads(invoke("run", bundle, "hello", *options, "--seed", first["seed"] + 1).stdout)
+    assert other["token_ids"] != first["token_ids"]
+    refused = invoke("run", bundle, "hello", "--top-p", 1.5)
+    assert refused.exit_code == 1 and "top_p is 1.5" in refused.stderr
+
+
+@pytest.mark.parametrize("option", ["--cuda-graphs", "--no-cuda-graphs"])
+def test_cuda_graphs_are_for_a_gpu(invoke: Invoke, bundle: Path, option: str) -> None:
+    refused = invoke("run", bundle, "hello", option)
+    assert refused.exit_code == 1 and "'ort-cpu' runs on the CPU" in refused.stderr

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import click
 
 from dflash_runtime.errors import PromptError
 
@@ -26,6 +29,17 @@ class AcceptancePrompt:
     text: str
 
 
+def set_option(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, Path]]:
+    """Reads SET=FILE of an option that may be given several times."""
+    found = []
+    for value in values:
+        name, _, path = value.partition("=")
+        if name not in SETS or not path:
+            raise click.BadParameter(f"{value!r} is not SET=FILE with one of {', '.join(SETS)}.")
+        found.append((name, Path(path)))
+    return found
+
+
 def set_prompts(name: str, path: Path, count: int) -> list[AcceptancePrompt]:
     """The first prompts of a set, in file order; of a conversation its first turn.
 
@@ -37,14 +51,26 @@ def set_prompts(name: str, path: Path, count: int) -> list[AcceptancePrompt]:
     Raises:
         PromptError: the file cannot be read, a row lacks the set's key, or there are fewer rows.
     """
-    key, wrapping = SETS[name]
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        rows: list[Any] = [json.loads(line) for line in lines[:count]]
-    except (OSError, ValueError) as error:
-        raise PromptError(f"{path} cannot be read as JSONL ({error}).") from error
+    rows = _rows(path)
     if len(rows) < count:
         raise PromptError(f"{path} holds {len(rows)} prompts, {count} were asked for. Lower --num-prompts.")
+    return _wrapped(name, path, rows[:count])
+
+
+def all_prompts(name: str, path: Path) -> list[AcceptancePrompt]:
+    """Every prompt of a set; errors as `set_prompts`."""
+    return _wrapped(name, path, _rows(path))
+
+
+def _rows(path: Path) -> list[Any]:
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise PromptError(f"{path} cannot be read as JSONL ({error}).") from error
+
+
+def _wrapped(name: str, path: Path, rows: Sequence[Any]) -> list[AcceptancePrompt]:
+    key, wrapping = SETS[name]
     prompts = []
     for number, row in enumerate(rows):
         found = row.get(key) if isinstance(row, dict) else None

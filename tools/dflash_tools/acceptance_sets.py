@@ -19,7 +19,7 @@ import click
 
 from dflash_runtime import DFlashError, GenerationConfig, GenerationResult, Session
 from dflash_tools.acceptance import mean_acceptance
-from dflash_tools.acceptance_prompts import SETS, AcceptancePrompt, set_prompts
+from dflash_tools.acceptance_prompts import AcceptancePrompt, set_option, set_prompts
 from dflash_tools.authors_loop import AuthorsLoop
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.looping_answers import RULE, loops
@@ -51,21 +51,11 @@ class Measured:
         return self.same_tokens and self.authors_lengths in (None, self.acceptance_lengths)
 
 
-def _set_file(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, Path]]:
-    found = []
-    for value in values:
-        name, _, path = value.partition("=")
-        if name not in SETS or not path:
-            raise click.BadParameter(f"{value!r} is not SET=FILE with one of {', '.join(SETS)}.")
-        found.append((name, Path(path)))
-    return found
-
-
 @click.command(cls=DFlashCommand)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="The target's checkpoint folder.")
 @click.option("--drafter", required=True, type=click.Path(path_type=Path), help="The drafter's checkpoint folder.")
-@click.option("--set", "files", multiple=True, required=True, callback=_set_file, metavar="SET=FILE")
+@click.option("--set", "files", multiple=True, required=True, callback=set_option, metavar="SET=FILE")
 @click.option("--num-prompts", type=click.IntRange(1), default=8, show_default=True, help="First prompts of each set.")
 @click.option("--max-new-tokens", type=click.IntRange(2), default=256, show_default=True)
 @click.option("--block-size", type=click.IntRange(2), help="[default: the drafter's own]")

@@ -42,8 +42,8 @@ def command(
     """Compares DRAFTER with TARGET (catalog names, Hugging Face ids, folders) before anything is built.
 
     Looks for what makes a pair fail, and for what would only show as few accepted proposals: tokenizers, mask id,
-    taps, window, rope, thinking mode, vocabulary, revisions. Of the target no weights are needed. `build` does the
-    same and stops at errors.
+    taps, window, rope, thinking mode, vocabulary, revisions. Weights on the hub are not fetched, but for a drafter
+    with a vocabulary of its own. `build` does the same and stops at errors.
 
     Exit code 0: it fits. 1: it cannot work. 3: it works, and acceptance probably suffers.
     """

@@ -57,16 +57,16 @@ class DeviceProbe:
         self.name, self.precision = backend.name, record.execution_precision
         self._device, self._record = backend.device, record
         self._manifest = backend.bundle.manifest
-        engines = {e.kind: self._device.open_engine(folder / e.file, e.profiles) for e in record.engines}
-        scratch = self._device.allocate(max(1, *(engine.scratch_bytes for engine in engines.values())))
-        self._graphs = {e.kind: DeviceGraph(e, engines[e.kind], scratch, "") for e in record.engines}
-        self._capacity = max(profile.capacity_rows for e in record.engines for profile in e.profiles)
         self._facts = {TARGET: self._manifest.target.graph}
         if self._manifest.drafter is not None:
             self._facts |= {CONTEXT: self._manifest.drafter.context_graph, DRAFTER: self._manifest.drafter.graph}
+        shown = [engine for engine in record.engines if engine.kind in self._facts]  # acceptance has no tensors to show
+        engines = {e.kind: self._device.open_engine(folder / e.file, e.profiles) for e in shown}
+        scratch = self._device.allocate(max(1, *(engine.scratch_bytes for engine in engines.values())))
+        self._graphs = {e.kind: DeviceGraph(e, engines[e.kind], scratch, "") for e in shown}
+        self._capacity = max(profile.capacity_rows for e in record.engines for profile in e.profiles)
         self._caches = {
-            model: DeviceCaches(self._device, self._facts[kind].state, self._capacity, _ITEM_BYTES[self.precision],
-                                [self._capacity])
+            model: DeviceCaches(self._device, self._facts[kind].state, _ITEM_BYTES[self.precision], [self._capacity])
             for model, kind in (("target", TARGET), ("drafter", CONTEXT)) if kind in self._facts
         }  # fmt: skip
         self._written = dict.fromkeys(self._caches, 0)

@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.device_engine import DeviceEngineRecord
 from dflash_runtime.engine_record import EngineRecord, engine_folder
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.option_values import MEMORY_SIZE
@@ -28,8 +27,9 @@ _ORT = ("ort-cpu", "ort-cuda")
               help="TensorRT: a block size, anchor included; several may be given. Default: those of the bundle.")
 @click.option("--prefill-chunk", type=click.IntRange(1), default=128, show_default=True,
               help="TensorRT: prompt tokens in one call.")
-@click.option("--weights", type=click.Choice(["shared", "embedded"]), default="shared", show_default=True,
-              help="TensorRT: one copy of the weights for all engines, or one in each engine.")
+@click.option("--weights", type=click.Choice(["auto", "shared", "embedded"]), default="auto", show_default=True,
+              help="TensorRT: one copy of the weights for all engines, or one in each engine; auto measures both "
+              "where the GPU is at hand, and takes shared elsewhere.")
 @click.option("--precision", type=click.Choice(["fp16", "bf16"]),
               help="TensorRT and ort-cuda: what is computed in. Default: the bundle's precision.")
 @click.option("--fp32-residuals", is_flag=True, help="TensorRT: sum in fp32 what layers add, in fp16 and bf16 engines.")
@@ -51,7 +51,7 @@ def command(bundle: Path, backend: str, as_json: bool, capabilities: tuple[str, 
     _refuse_tensorrt_options(backend, capabilities, options)
     with needs_extra("engines"):
         from dflash_engines import ort_cpu, ort_cuda
-    record: EngineRecord | DeviceEngineRecord
+    record: EngineRecord
     if backend == "ort-cuda":
         record = ort_cuda.lower_bundle(opened.path, options["precision"])
     else:
@@ -83,6 +83,8 @@ def _build_tensorrt(
     with needs_extra(backend):
         from dflash_engines.tensorrt_engines import build_engines
         from dflash_engines.tensorrt_plan import EngineOptions
+        from dflash_tools.weights_choice import build_faster
+    mode = options["weights"]
     results = []
     for capability in capabilities or (None,):
         wanted = EngineOptions(
@@ -90,13 +92,13 @@ def _build_tensorrt(
             compute_capability=capability,
             block_sizes=options["block_sizes"],
             prefill_chunk_tokens=options["prefill_chunk"],
-            weights_mode=options["weights"],
+            weights_mode="shared" if mode == "auto" else mode,
             precision=options["precision"],
             fp32_residuals=options["fp32_residuals"],
             max_build_memory_bytes=options["max_build_memory"],
         )
         with ProgressLine() as progress:
-            results.append(build_engines(bundle, wanted, progress))
+            results.append((build_faster if mode == "auto" else build_engines)(bundle, wanted, progress))
     if as_json:
         click.echo(json.dumps({"engines": [report_json(result) for result in results]}))
         return

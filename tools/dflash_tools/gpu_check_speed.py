@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dflash_runtime.backend import Backend
+from dflash_runtime.cycles import Cycles
 from dflash_tools.gpu_check_device import (
     RandomWeights,
     large_bundle,
@@ -64,14 +65,11 @@ def qwen2_7b_cuda_graph(data: dict[str, Any]) -> None:
 def _time_large(data: dict[str, Any], *, cuda_graph: bool, block_sizes: tuple[int, ...]) -> None:
     require_ort_cuda()
     bundle = large_bundle()
-    from dflash_runtime.cuda_device import CudaDevice
-    from dflash_runtime.device_backend import open_engines
-    from dflash_runtime.ort_engine import OrtEngines
+    from dflash_runtime.cuda_device import open_on_gpu
 
     started = time.perf_counter()
     weights = RandomWeights()
-    backend = open_engines("ort-cuda", bundle, CudaDevice("ort-cuda", OrtEngines()), PREFILL_CHUNK_TOKENS,
-                           capture_cycles=cuda_graph, weights=weights)
+    backend = open_on_gpu("ort-cuda", bundle, PREFILL_CHUNK_TOKENS, cuda_graphs=cuda_graph, weights=weights)
     data |= {
         "open_s": round(time.perf_counter() - started, 2), "weights": weights.made_by,
         "weight_bytes": weights.bytes_made, "precision": "fp16", "cuda_graph": cuda_graph,
@@ -100,6 +98,7 @@ def time_pair(data: dict[str, Any], backend: Backend, vocab_size: int, block_siz
 
     data["plain_ms"] = _ms(lambda: backend.verify([1], prompt_tokens))
     data["plain_with_append_ms"] = _ms(step_with_append)
+    data["plain_cycle_ms"] = _device_cycle_ms(backend, 1, prompt_tokens)
     data["cycles"] = [
         _cycles(backend, block_size, accepted, data["plain_ms"], prompt_tokens)
         for block_size in block_sizes
@@ -127,7 +126,25 @@ def _cycles(backend: Backend, block_size: int, accepted: int, plain_ms: float, p
     return {
         "block_size": block_size, "committed_per_cycle": accepted, **medians, "cycle_ms": round(cycle_ms, 3),
         "tokens_per_s": round(accepted / cycle_ms * 1000, 1), "speed_up": round(accepted * plain_ms / cycle_ms, 3),
+        "device_cycle_ms": _device_cycle_ms(backend, block_size, position),
     }  # fmt: skip
+
+
+def _device_cycle_ms(backend: Backend, block_size: int, position: int) -> float | None:
+    """Of cycles that follow each other on the device and are read late, as in decoding; None for other backends."""
+    if not isinstance(backend, Cycles):
+        return None
+    backend.reset()
+    backend.start_cycles(1, position, position + (_WARM_UP + _TIMED + 2) * block_size, ())
+    backend.enqueue_cycle(block_size)
+    times = []
+    for _ in range(_WARM_UP + _TIMED):
+        started = time.perf_counter()
+        backend.enqueue_cycle(block_size)
+        backend.read_cycle()
+        times.append((time.perf_counter() - started) * 1000)
+    backend.read_cycle()
+    return round(statistics.median(times[_WARM_UP:]), 3)
 
 
 def roofline() -> dict[str, Any]:

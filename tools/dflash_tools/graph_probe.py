@@ -59,6 +59,7 @@ class ProbeBackend:
         self.probe, self.name, self.prefill_chunk_tokens = probe, probe.name, prefill_chunk_tokens
         self._mask_token_id = None if manifest.drafter is None else manifest.drafter.mask_token_id
         self._taps: Array | None = None
+        self._logits: Array | None = None
 
     def reset(self) -> None:
         """See `Backend.reset`."""
@@ -79,6 +80,11 @@ class ProbeBackend:
         block = [anchor, *[self._mask_token_id] * (block_size - 1)]
         return [int(token) for token in self.probe.draft(block, position)["draft_ids"][:, 0]]
 
+    def logits(self, rows: int) -> Array:
+        """See `Backend.logits`."""
+        assert self._logits is not None, "nothing was scored yet"
+        return self._logits[-rows:]
+
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`."""
         if self._mask_token_id is not None and self._taps is not None:
@@ -93,5 +99,5 @@ class ProbeBackend:
 
     def _target(self, ids: Sequence[int], position: int) -> list[int]:
         found = self.probe.target(ids, position)
-        self._taps = joined_taps(found)
+        self._taps, self._logits = joined_taps(found), found["logits"]
         return [int(token) for token in found["token_ids"][:, 0]]

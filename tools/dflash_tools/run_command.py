@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,6 +15,7 @@ from dflash_runtime.session import Prompt, Session
 from dflash_tools.error_lines import DFlashCommand
 from dflash_tools.option_values import read_template_args, read_token_ids
 from dflash_tools.run_block_size import pick_block_size
+from dflash_tools.sampling_options import sampling_options
 
 
 @click.command("run", cls=DFlashCommand, short_help="Answer a prompt.")
@@ -35,10 +37,13 @@ from dflash_tools.run_block_size import pick_block_size
     metavar="KEY=VALUE",
     help="Argument for the chat template, over the bundle's own; repeatable.",
 )
+@sampling_options
 @click.option("--ids", is_flag=True, help="PROMPT is token ids, and so is the output.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @click.option("--backend", default="ort-cpu", show_default=True, help="What executes the graphs.")
 @click.option("--threads", type=int, metavar="N", help="CPU threads. [default: the backend chooses]")
+@click.option("--cuda-graphs/--no-cuda-graphs", default=None,
+              help="On a GPU: enqueue each cycle as one CUDA graph. [default: where the backend is known to allow it]")
 def command(
     bundle: Path,
     prompt: str | None,
@@ -51,6 +56,8 @@ def command(
     as_json: bool,
     backend: str,
     threads: int | None,
+    cuda_graphs: bool | None,
+    **sampling: Any,
 ) -> None:
     """Answers PROMPT with BUNDLE. A PROMPT of -, or none while something is piped in, is read from standard input.
 
@@ -65,9 +72,10 @@ def command(
         plain=plain,
         raw=raw,
         template_args=read_template_args(template_args) or None,
+        **sampling,
     )
     question: Prompt = read_token_ids(text) if ids else text
-    with Session.open(bundle, backend=backend, threads=threads) as session:
+    with Session.open(bundle, backend=backend, threads=threads, cuda_graphs=cuda_graphs) as session:
         _tell_settings(session, backend, config, uses_template=not (ids or raw))
         picked = pick_block_size(session.bundle, config, backend, threads, _prompt_tokens(session, question))
         _tell(picked.reason or "")

@@ -25,13 +25,14 @@ def report_json(built: BuiltEngines) -> dict[str, Any]:
         "block_sizes": record.block_sizes,
         "prefill_chunk_tokens": record.prefill_chunk_tokens,
         "capacity_rows": record.capacity_rows,
-        "engine_bytes": record.engine_bytes,
+        "engine_bytes": built.engine_bytes,
         "weight_bytes": built.weight_bytes,
         "saved_bytes": built.saved_bytes,
         "build_s": round(built.seconds, 1),
-        "build_peak_bytes": record.build_peak_bytes,
+        "build_peak_bytes": built.build_peak_bytes,
         "reused": built.reused,
         "warnings": built.warnings,
+        "weights_reason": built.weights_reason,
         "engines": [
             {
                 "kind": engine.kind,
@@ -60,11 +61,12 @@ def report_lines(built: BuiltEngines) -> list[str]:
         lines.append(f"  {engine.kind:<16} {size:>9}, {len(engine.profiles)} profiles{scratch}, {made}")
     if record.weights_mode == "shared":
         weights = f"weights on the device {bytes_text(built.weight_bytes)}, each once for all engines"
-        lines.append(f"  engines {bytes_text(record.engine_bytes)}; {weights} (saves {bytes_text(built.saved_bytes)})")
+        lines.append(f"  engines {bytes_text(built.engine_bytes)}; {weights} (saves {bytes_text(built.saved_bytes)})")
     else:
-        lines.append(f"  engines {bytes_text(record.engine_bytes)}, their own copies of the weights included")
+        lines.append(f"  engines {bytes_text(built.engine_bytes)}, their own copies of the weights included")
     if built.seconds:
-        lines.append(f"  built in {built.seconds:.1f} s, at most {bytes_text(record.build_peak_bytes)} of memory")
+        lines.append(f"  built in {built.seconds:.1f} s, at most {bytes_text(built.build_peak_bytes)} of memory")
+    lines += [f"  {built.weights_reason}"] if built.weights_reason else []
     lines += [f"  Warning: {warning}" for warning in built.warnings]
     lines.append("  Built, not executed: no GPU has run these engines yet.")
     return lines

@@ -81,7 +81,7 @@ def check_acceptance(
         rows.append(CheckRow("acceptance", "rounds", wrong, 0.0, wrong == 0, covered))
     if first is None and not all(row.passed for row in rows):
         first = _divergence(found, bounds)
-    gap = _gap(lengths, reference, facts, found, graphs_right)
+    gap = _gap(lengths, reference, facts, _engine_cause(rows, found, bounds, graphs_right))
     return judge("acceptance", rows, first, [gap.text()]), gap
 
 
@@ -133,13 +133,23 @@ def _divergence(found: Sequence[ProposalDifference], bounds: Bounds) -> Divergen
 
 
 def _gap(
-    lengths: Sequence[Sequence[int]], reference: Reference, facts: Sequence[Fact],
-    found: Sequence[ProposalDifference], graphs_right: bool,
+    lengths: Sequence[Sequence[int]], reference: Reference, facts: Sequence[Fact], engine_cause: str | None
 ) -> AcceptanceGap:
     ours = mean_acceptance(lengths)
     theirs = mean_acceptance([[len(one.committed) for one in text.rounds] for text in reference.facts.texts])
     means = [1.0 if mean is None else mean.over_rounds for mean in (ours, theirs)]
     cause = next((fact.cause for fact in facts if fact.is_wrong), None)
-    if cause is None and (found or means[0] != means[1]):
-        cause = "numerics or state of the engine" if graphs_right else "graphs: see the first tensor of level graph"
-    return AcceptanceGap(means[0], means[1], cause)
+    if cause is None and means[0] != means[1]:
+        cause = engine_cause or "numerics"
+    return AcceptanceGap(means[0], means[1], cause or engine_cause)
+
+
+def _engine_cause(
+    rows: Sequence[CheckRow], found: Sequence[ProposalDifference], bounds: Bounds, graphs_right: bool
+) -> str | None:
+    """The class of cause where the pair's facts are right, None where the engine is right as well."""
+    if not graphs_right:
+        return "graphs: see the first tensor of level graph"
+    if found and not bounds.exact and all(row.passed for row in rows):
+        return "numerics"
+    return None if all(row.passed for row in rows) else "state or loop of the engine"

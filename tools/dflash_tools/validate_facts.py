@@ -6,10 +6,15 @@ from typing import Any, NamedTuple
 
 from dflash_runtime.bundle import Bundle, CheckRow
 from dflash_runtime.tokenizer import Tokenizer
+from dflash_tools.greedy_identity import first_difference
 from dflash_tools.reference_record import ReferenceFacts
 from dflash_tools.validate_verdict import Divergence
 
 TEMPLATE, TOKENIZER = "template or thinking mode", "tokenizer"
+
+
+_WHOLE = 8
+"""Longest list that is shown whole."""
 
 
 class Fact(NamedTuple):
@@ -29,14 +34,23 @@ class Fact(NamedTuple):
 
     def row(self) -> CheckRow:
         """As a row of the table."""
-        both = f"the bundle has {self.found}, the checkpoint {self.expected}"
+        both = f"the bundle has {_short(self.found, self.expected)}, the checkpoint {_short(self.expected, self.found)}"
         return CheckRow(self.level, self.name, float(self.is_wrong), 0.0, not self.is_wrong,
                         both if self.is_wrong else "as the checkpoint")  # fmt: skip
 
     def divergence(self) -> Divergence:
         """As the first thing that is wrong."""
-        return Divergence("", self.name, None, self.cause, "bundle.json or tokenizer/", str(self.found),
-                          str(self.expected), 1.0, 0.0, "bundle", _CAUSES[self.cause])  # fmt: skip
+        return Divergence("", self.name, None, self.cause, "bundle.json or tokenizer/",
+                          _short(self.found, self.expected), _short(self.expected, self.found), 1.0, 0.0, "bundle",
+                          _CAUSES[self.cause])  # fmt: skip
+
+
+def _short(value: Any, other: Any) -> str:
+    """A value as text; of a long list the piece where it begins to differ from the other one."""
+    if not isinstance(value, list) or len(value) <= _WHOLE or not isinstance(other, list):
+        return str(value)
+    place = first_difference(value, other) or 0
+    return f"{len(value)} ids with {value[max(0, place - 1) : place + 4]} from {max(0, place - 1)} on"
 
 
 _CAUSES = {

@@ -18,7 +18,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--dim); font-weight: 600; } .wide { overflow-x: auto; }
+th { color: var(--dim); font-weight: 600; } td:last-child { min-width: 18rem; } .wide { overflow-x: auto; }
 .passed { color: var(--good); } .failed { color: var(--bad); } .skipped, .note { color: var(--dim); }
 .first { background: var(--soft); border-left: 4px solid var(--bad); padding: .6rem .9rem; overflow-wrap: anywhere; }
 """

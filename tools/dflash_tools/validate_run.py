@@ -71,6 +71,10 @@ def validate(
     if "state" in levels:
         progress("validate state", 0, 1)
         verdicts["state"] = check_state(engine.open_backend(rows), reference, bounds)
+        first = verdicts["state"].first
+        if first is not None and "graph" in verdicts and verdicts["graph"].status == FAILED:
+            first = dataclasses.replace(first, cause="what level graph names first: these rows are made by its graphs")
+            verdicts["state"] = dataclasses.replace(verdicts["state"], first=first)
         progress("validate state", 1, 1)
     gap = None
     if {"tokens", "acceptance", "speed"} & set(levels):

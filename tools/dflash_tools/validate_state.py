@@ -67,7 +67,8 @@ def check_state(backend: OpenBackend, reference: Reference, bounds: Bounds) -> V
             divergence = _compare(reference, index, model, number, found, bounds, worst)
             first = first or divergence
     rounds = sum(len(text.rounds) for text in reference.facts.texts)
-    covered = f"{rows_seen} rows of {len(reference.facts.texts)} texts after {rounds} rounds"
+    after = f"{rounds} rounds" if rounds else "plain steps"
+    covered = f"{rows_seen} rows of {len(reference.facts.texts)} texts after {after}"
     return judge("state", worst.rows(covered), first)
 
 

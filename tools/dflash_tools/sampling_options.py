@@ -1,0 +1,28 @@
+"""How tokens are chosen, as options of a command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."),
+    click.option("--top-k", type=int, default=0, metavar="K", help="Choose among the K likeliest. [default: all]"),
+    click.option("--top-p", type=float, default=1.0, help="Choose among the likeliest with this probability together."),
+    click.option("--min-p", type=float, default=0.0, help="Leave out what is less likely than this times the best."),
+    click.option("--repetition-penalty", type=float, default=1.0, help="Above 1: say less again, prompt included."),
+    click.option("--presence-penalty", type=float, default=0.0, help="Taken from the score of what was answered."),
+    click.option("--frequency-penalty", type=float, default=0.0, help="The same, for each time it was."),
+    click.option("--seed", type=int, help="Equal seeds give equal texts. [default: a new one, told in --json]"),
+)
+
+
+def sampling_options(command: Command) -> Command:
+    """Adds the options of `dflash_runtime.sampling.Sampling`, under their names there."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
