@@ -53,6 +53,7 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "training_attention",
     "training_blocks",
     "training_checkpoint",
+    "training_data",
     "training_evaluation",
     "training_loop",
     "training_loss",

@@ -24,6 +24,7 @@ from dflash_engines.passes.row_gather import RowGatherPass
 from dflash_engines.passes.skip_norm import FuseSkipNormPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.uncut_rows import UncutRowsPass
+from dflash_engines.portable_graph import load_portable
 from dflash_runtime.bundle import Bundle, GraphKind
 from dflash_runtime.engine_record import HostEngineRecord, open_engine
 from dflash_runtime.errors import EngineError
@@ -44,14 +45,14 @@ _LOWERING_REVISION = 2
 
 
 def lower_bundle(
-    bundle_path: str | os.PathLike[str],
+    bundle: str | os.PathLike[str] | Bundle,
     progress: Progress | None = None,
     activations: ActivationPrecision = DEFAULT_ACTIVATIONS,
 ) -> HostEngineRecord:
     """Writes `engines/ort-cpu` for a bundle, unless one made from the same graphs by the same versions is there.
 
     Args:
-        bundle_path: The bundle folder.
+        bundle: The bundle, or its folder; of an opened one no file is checked again.
         progress: Called with stage, graphs done, graphs in all.
         activations: What the inputs of products with quantised weights are rounded to.
 
@@ -63,7 +64,7 @@ def lower_bundle(
         EngineError: a graph is not of the contract's form.
         OutputError: the folder cannot be written.
     """
-    bundle = Bundle.open(bundle_path)
+    bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     versions = {name: version(name) for name in _MAKERS} | {"lowering": str(_LOWERING_REVISION)}
     if bundle.manifest.quantized:
         versions["activations"] = activations
@@ -75,7 +76,7 @@ def lower_bundle(
     for kind, file in files.items():
         if progress is not None:
             progress("lower", len(lowered), len(files))
-        lowered[file] = lower_model(ir.load(bundle.file(file)), kind, activations=activations)
+        lowered[file] = lower_model(load_portable(bundle, file), kind, activations=activations)
     record = partial(host_record, bundle, BACKEND, list(lowered), versions, _EXECUTION_PRECISION)
     return write_engine(bundle, BACKEND, lowered, record)
 

@@ -28,6 +28,7 @@ from dflash_engines.passes.row_gather import RowGatherPass
 from dflash_engines.passes.scatter_rows import ScatterRowsPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.weight_inputs import WeightInputsPass, read_weight_inputs
+from dflash_engines.portable_graph import load_portable
 from dflash_runtime.bundle import Bundle, GraphKind, file_facts
 from dflash_runtime.device_engine import (
     DEVICE_ENGINE_SCHEMA_VERSION,
@@ -97,7 +98,7 @@ def lower_bundle(
     for kind, file in files.items():
         if progress is not None:
             progress("lower", len(lowered), len(files))
-        lowered[kind] = lower_model(ir.load(bundle.file(file)), kind, wanted)
+        lowered[kind] = lower_model(load_portable(bundle, file), kind, wanted)
     return write_graphs(bundle, lowered, versions, wanted)
 
 

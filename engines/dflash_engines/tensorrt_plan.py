@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-import onnx_ir as ir
-
 from dflash_engines.acceptance_graph import ACCEPTANCE
 from dflash_engines.build_process import FinishedBuild, run_build
 from dflash_engines.builder_memory import builder_peak_bytes
 from dflash_engines.call_profiles import call_profiles
 from dflash_engines.passes.signed_weights import SIGNED_FILE
+from dflash_engines.portable_graph import load_portable
 from dflash_engines.signed_weight_file import write_signed_weights
 from dflash_engines.tensorrt_build import BuildOrder
 from dflash_engines.tensorrt_network import Network, acceptance_network, make_network
@@ -110,7 +109,7 @@ class EnginePlan:
         if kind == ACCEPTANCE:
             return acceptance_network()
         return make_network(
-            ir.load(self.bundle.file(self.graphs[kind])), kind, self.row, precision=self.precision,  # type: ignore[arg-type]
+            load_portable(self.bundle, self.graphs[kind]), kind, self.row, precision=self.precision,  # type: ignore[arg-type]
             capacity_rows=self.capacity_rows, share_weights=self.options.weights_mode == "shared",
             fp32_residuals=self.options.fp32_residuals,
         )  # fmt: skip

@@ -12,14 +12,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
 from dflash_export.build import describe, provenance
 from dflash_export.catalog import drafter_template_args
 from dflash_export.drafter_build import DrafterPlan, default_block_sizes, plan_drafter, trace_and_store_drafter
 from dflash_export.drafter_data_record import recorded_template_args
 from dflash_export.graph_facts import finish_interface
-from dflash_export.graph_files import write_graph
+from dflash_export.graph_files import load_graph, weights_by_name, write_graph
 from dflash_export.pair_findings import TargetSide
 from dflash_export.taps import select_taps
 from dflash_export.tensor_files import TensorPlace
@@ -103,12 +101,13 @@ def write_with_drafter(
             facts[name] = old.files[name]
     weights = {n: e for n, e in old.weights.items() if not n.startswith("drafter.")}
     quantized = {n: facts for n, facts in old.quantized.items() if not n.startswith("drafter.")}
-    model = ir.load(bundle.file(old.target.graph.file))
+    by_name = weights_by_name(bundle.path, weights, old.target.graph.file)
+    model = load_graph(bundle.path, weights, old.target.graph.file)
     taps = TapFacts(list(plan.config.target_layer_ids), "drafter")
     select_taps(model, taps.layer_ids, old.target.hidden_size)
     windows = [tensor.window_tokens for tensor in old.target.graph.state[0::2]]
     graph = finish_interface(model, "target", old.target.graph.file, windows)
-    write_graph(model, weights, root, graph.file)
+    write_graph(model, weights, root, graph.file, by_name)
     found = plan.checkpoint
     known = {**drafter_template_args(found.source.id), **recorded_template_args(found.folder)}
     manifest = dataclasses.replace(
@@ -123,7 +122,7 @@ def write_with_drafter(
         checks=[row for row in old.checks if row.stage in _OF_TARGET and "draft" not in row.tensor],
         provenance=provenance(),
     )
-    manifest, more = trace_and_store_drafter(plan, root, manifest, progress)
+    manifest, more = trace_and_store_drafter(plan, root, manifest, progress, by_name=by_name)
     return describe(root, manifest, facts | more)
 
 

@@ -7,7 +7,9 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
+from dflash_export.bring_weights import bring_weights
 from dflash_export.build_plan import BuildPlan, TargetPlan
+from dflash_export.build_stages import BuildStages
 from dflash_export.converted_places import convert_places
 from dflash_export.dequantize_nodes import linear_weights
 from dflash_export.drafter_build import trace_and_store_drafter
@@ -15,18 +17,19 @@ from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import write_graph
 from dflash_export.hollow_model import causal_lm_class
 from dflash_export.match_weights import match_weights
+from dflash_export.memory_release import release_memory
 from dflash_export.quantization import choose_schemes
 from dflash_export.quantized_formats.imported_place import ImportedPlace, imported_parts
 from dflash_export.quantized_places import quantize_places
 from dflash_export.tap_rule import default_target_layer_ids
 from dflash_export.taps import select_taps
-from dflash_export.target_trace import TracedTarget, trace_target
+from dflash_export.target_trace import TracedTarget
 from dflash_export.text_files import copy_text_files, read_text_facts
+from dflash_export.traced_file import trace_or_load
 from dflash_export.weight_store import (
     TORCH_DTYPES,
     Progress,
     StoredWeights,
-    store_weights,
 )
 from dflash_runtime.bundle import (
     MANIFEST_NAME,
@@ -45,7 +48,11 @@ TARGET_WEIGHTS = "weights/target.safetensors"
 
 
 def trace_and_store_target(
-    plan: TargetPlan, root: Path, layer_ids: list[int] | None, progress: Progress
+    plan: TargetPlan,
+    root: Path,
+    layer_ids: list[int] | None,
+    progress: Progress,
+    stages: BuildStages | None = None,
 ) -> tuple[TargetFacts, TapFacts, StoredWeights]:
     """Traces the target, streams its weights and writes `target.onnx`.
 
@@ -54,10 +61,11 @@ def trace_and_store_target(
         root: Bundle folder under construction.
         layer_ids: Taps the drafter wants; None for the default rule.
         progress: Called with stage, done, total.
+        stages: What a killed build left.
     """
-    progress("trace target", 0, 1)
-    traced = trace_target(plan.config, TORCH_DTYPES[plan.weight_dtype])
-    progress("trace target", 1, 1)
+    stages = stages or BuildStages(None)
+    traced = trace_or_load(plan.config, TORCH_DTYPES[plan.weight_dtype], stages, progress)
+    release_memory()
     plan.places = match_weights(
         causal_lm_class(plan.config),
         list(traced.parameters),
@@ -68,15 +76,16 @@ def trace_and_store_target(
     spelling = {dtype: name for name, dtype in TORCH_DTYPES.items()}
     own = TORCH_DTYPES[plan.weight_dtype]
     islands = {name: spelling[dtype] for name, (dtype, _) in traced.parameters.items() if dtype != own}
+    dtype = plan.weight_dtype
     tables = {traced.embedding_weight, traced.head_weight}
     linear = [name for name in linear_weights(traced.model) if name not in islands]
     floats = [name for name in linear if not isinstance(plan.places[name], ImportedPlace)]
     schemes, notes = choose_schemes(floats, tables, plan.quantize)
     plan.notes.extend(notes)
-    imported, quantized = imported_parts(plan.places, linear, plan.weight_dtype)
-    places, rounded = quantize_places({**plan.places, **imported}, schemes, plan.weight_dtype)
+    imported, quantized = imported_parts(plan.places, linear, dtype)
+    places, rounded = quantize_places({**plan.places, **imported}, schemes, dtype)
     quantized |= rounded
-    stored = store_weights(root, TARGET_WEIGHTS, places, plan.weight_dtype, progress, islands)
+    stored = bring_weights(root, "target", places, dtype, plan.weights_mode, progress, stages, islands)
     stored = dataclasses.replace(stored, quantized=quantized)
     if layer_ids is None:
         taps = TapFacts(default_target_layer_ids(traced.num_layers), "default")
@@ -84,7 +93,7 @@ def trace_and_store_target(
         taps = TapFacts(list(layer_ids), "drafter")
     select_taps(traced.model, taps.layer_ids, traced.hidden_size)
     facts = _target_facts(plan, traced)
-    write_graph(traced.model, stored.entries, root, TARGET_GRAPH, quantized)
+    write_graph(traced.model, stored.entries, root, TARGET_GRAPH, stored.by_name, quantized)
     return facts, taps, stored
 
 
@@ -158,19 +167,22 @@ def first_manifest(plan: BuildPlan, root: Path, facts: TargetFacts, taps: TapFac
     )
 
 
-def export_bundle(plan: BuildPlan, root: Path, progress: Progress) -> Manifest:
+def export_bundle(
+    plan: BuildPlan, root: Path, progress: Progress, stages: BuildStages | None = None
+) -> Manifest:
     """Writes the portable bundle; it is complete but not yet checked.
 
     Args:
         plan: From `plan_build`.
-        root: Empty folder.
+        root: Empty folder, or one where a killed build left weights.
         progress: Called with stage, done, total.
+        stages: What a killed build left.
     """
     layer_ids = None if plan.drafter is None else list(plan.drafter.config.target_layer_ids)
-    facts, taps, stored = trace_and_store_target(plan.target, root, layer_ids, progress)
+    facts, taps, stored = trace_and_store_target(plan.target, root, layer_ids, progress, stages)
     manifest = first_manifest(plan, root, facts, taps, stored)
-    known = {stored.file_name: stored.facts}
+    known = stored.files
     if plan.drafter is not None:
-        manifest, more = trace_and_store_drafter(plan.drafter, root, manifest, progress)
+        manifest, more = trace_and_store_drafter(plan.drafter, root, manifest, progress, stages, stored.by_name)
         known |= more
     return describe(root, manifest, known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -25,6 +26,7 @@ from dflash_export.refusals import refuse_by_config
 from dflash_export.rope_limits import exact_context_limit
 from dflash_export.tensor_files import FLOAT_DTYPES, ITEM_BYTES, TensorPlace
 from dflash_export.text_files import read_text_facts
+from dflash_export.weight_links import AUTO, COPY, refers, settle_weights
 from dflash_export.weight_store import PRECISIONS
 from dflash_runtime.errors import CheckpointError, PairError, UnsupportedModelError
 
@@ -45,10 +47,12 @@ class BuildOptions:
     max_context_tokens: int | None = None
     template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
     gate: str = "auto"
-    """`full`, `layers`, or `auto`: full where the model fits into free memory, else layer by layer."""
+    """`full`, `layers`, or `auto`: full where a model is small, else layer by layer."""
     local_files_only: bool = False
     quantize: QuantizeOptions = dataclasses.field(default_factory=QuantizeOptions)
     """What becomes small integers."""
+    weights_copy: str = AUTO
+    """`auto`: refer to the checkpoint's files where they are right as they are; `link`, `copy`."""
 
 
 @dataclasses.dataclass
@@ -63,6 +67,8 @@ class TargetPlan:
     places: dict[str, TensorPlace] = dataclasses.field(default_factory=dict)
     """State-dict name -> tensor in the checkpoint, known after the trace."""
     quantize: QuantizeOptions = dataclasses.field(default_factory=QuantizeOptions)
+    weights_mode: str = COPY
+    """`clone`, `link` or `copy`: how the weights come into the bundle."""
 
     @property
     def weight_dtype(self) -> str:
@@ -71,9 +77,11 @@ class TargetPlan:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes the weights take in the bundle, an upper bound where weights are tied."""
+        """Bytes the bundle's weights take on the disk, an upper bound where weights are tied."""
         total = 0
         for place in self.checkpoint.places.values():
+            if self.weights_mode != COPY and refers(place, self.weight_dtype):
+                continue
             total += place.length_bytes // ITEM_BYTES.get(place.dtype, 1) * ITEM_BYTES[self.weight_dtype]
         return total
 
@@ -142,8 +150,25 @@ class BuildPlan:
     @property
     def needed_bytes(self) -> int:
         """What the bundle will take on disk, with room for graphs and checks."""
-        drafter = 0 if self.drafter is None else self.drafter.num_parameters * ITEM_BYTES[self.target.weight_dtype]
+        drafter = 0
+        if self.drafter is not None and self.drafter.weights_mode == COPY:
+            drafter = self.drafter.num_parameters * ITEM_BYTES[self.target.weight_dtype]
         return self.target.weight_bytes + drafter + (64 << 20)
+
+    def settle_weights(self, out: Path) -> None:
+        """Decides how the weights come into a bundle at `out`; see `settle_weights`."""
+        wanted, dtype = self.options.weights_copy, self.target.weight_dtype
+        self.target.weights_mode, note = settle_weights(wanted, self.target.checkpoint.places, dtype, out)
+        self.notes += [note] if note else []
+        if self.drafter is not None:
+            mode, _ = settle_weights(wanted, self.drafter.checkpoint.places, dtype, out)
+            self.drafter = dataclasses.replace(self.drafter, weights_mode=mode)
+
+    def files(self) -> list[Path]:
+        """Every file of the checkpoints; what else lies below their folders may be the build itself."""
+        folders = [self.target.checkpoint.folder] + ([self.drafter.checkpoint.folder] if self.drafter else [])
+        places = [place for folder in folders for place in (folder, folder / "additional_chat_templates")]
+        return [path for place in places if place.is_dir() for path in place.iterdir() if path.is_file()]
 
     def template_args(self) -> dict[str, Any]:
         """Chat template arguments: what the drafter was trained with, unless the user says otherwise."""

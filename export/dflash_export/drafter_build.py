@@ -9,6 +9,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+from dflash_export.bring_weights import bring_weights
+from dflash_export.build_stages import BuildStages
 from dflash_export.checkpoint import Checkpoint, find_checkpoint, with_weights
 from dflash_export.dequantize_nodes import linear_weights
 from dflash_export.drafter_config import DrafterConfig, read_drafter_config
@@ -21,7 +23,8 @@ from dflash_export.pair_findings import WARNING, Finding, TargetSide, require_fi
 from dflash_export.pair_text_check import text_findings
 from dflash_export.quantization import Scheme
 from dflash_export.quantized_places import quantize_places
-from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES, Progress, store_weights
+from dflash_export.weight_links import COPY
+from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES, Progress
 from dflash_runtime.bundle import DrafterFacts, FileFacts, Manifest
 from dflash_runtime.errors import CheckpointError, PairError
 
@@ -42,6 +45,8 @@ class DrafterPlan:
     """What the pair check had to say; no errors."""
     scheme: Scheme | None = None
     """How its matrices are quantised; None keeps them."""
+    weights_mode: str = COPY
+    """`clone`, `link` or `copy`: how the weights come into the bundle."""
 
     @property
     def notes(self) -> list[str]:
@@ -108,7 +113,12 @@ def default_block_sizes(drafter: DrafterConfig | None) -> list[int]:
 
 
 def trace_and_store_drafter(
-    plan: DrafterPlan, root: Path, manifest: Manifest, progress: Progress
+    plan: DrafterPlan,
+    root: Path,
+    manifest: Manifest,
+    progress: Progress,
+    stages: BuildStages | None = None,
+    by_name: frozenset[str] = frozenset(),
 ) -> tuple[Manifest, dict[str, FileFacts]]:
     """Adds a drafter's graphs and weights to a bundle under construction.
 
@@ -117,9 +127,11 @@ def trace_and_store_drafter(
         root: Bundle folder.
         manifest: The bundle so far, its taps already those of the drafter.
         progress: Called with stage, done, total.
+        stages: What a killed build left.
+        by_name: Weights of the target that graphs take as inputs.
 
     Returns:
-        The manifest with the drafter, and facts of the weight file.
+        The manifest with the drafter, and facts of the weight files.
 
     Raises:
         PairError: the target's head has a bias.
@@ -139,16 +151,18 @@ def trace_and_store_drafter(
     tables = DrafterTables(embedding, head, target.vocab_size, plan.weights.target_ids)
     draft = trace_drafter(plan.config, tables, TORCH_DTYPES[dtype])
     progress("trace drafter", 2, 2)
+    stages = stages or BuildStages(None)
     schemes = _schemes(plan, [context, draft])
     places, quantized = quantize_places(plan.weights.bundle_places, schemes, dtype)
-    stored = store_weights(root, DRAFTER_WEIGHTS, places, dtype, progress)
+    stored = bring_weights(root, "drafter", places, dtype, plan.weights_mode, progress, stages)
     windows = plan.config.windows
     context_facts = finish_interface(context, "drafter_context", CONTEXT_GRAPH, windows)
     draft_facts = finish_interface(draft, "drafter", DRAFTER_GRAPH, windows)
     entries = {**manifest.weights, **stored.entries}
     quantized = {**manifest.quantized, **quantized}
-    write_graph(context, entries, root, CONTEXT_GRAPH, quantized)
-    write_graph(draft, entries, root, DRAFTER_GRAPH, quantized)
+    by_name |= stored.by_name
+    write_graph(context, entries, root, CONTEXT_GRAPH, by_name, quantized)
+    write_graph(draft, entries, root, DRAFTER_GRAPH, by_name, quantized)
     facts = DrafterFacts(
         name=plan.checkpoint.name,
         source=plan.checkpoint.source,
@@ -162,7 +176,7 @@ def trace_and_store_drafter(
         graph=draft_facts,
     )
     manifest = dataclasses.replace(manifest, drafter=facts, weights=entries, quantized=quantized)
-    return manifest, {stored.file_name: stored.facts}
+    return manifest, stored.files
 
 
 def _schemes(plan: DrafterPlan, graphs: list[ir.Model]) -> dict[str, Scheme]:

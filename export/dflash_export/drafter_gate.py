@@ -20,12 +20,16 @@ from dflash_export.deviation import Array, Worst, deviation
 from dflash_export.drafter import Drafter, draft_without_cache, proposals_by_definition
 from dflash_export.drafter_build import DrafterPlan
 from dflash_export.drafter_weights import CODEBOOKS, EMBEDDING, HEAD, PREFIX, load_drafter, set_parameter
+from dflash_export.graph_files import load_graph
 from dflash_export.graph_runner import GraphRunner
 from dflash_export.parity import EXACT_TOLERANCE, ROUNDED_FACTOR, PrecisionPasses, serialise
+from dflash_export.piecewise_runner import PiecewiseGraph
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
-from dflash_export.weight_values import read_weight, weights_as_float32
+from dflash_export.weight_values import BundleWeights, read_weight, weights_as_float32
 from dflash_runtime.bundle import CheckRow, DrafterFacts, Manifest
 
+PIECEWISE_PARAMETERS = 1 << 26
+"""A larger drafter is run piece by piece, its weights read as they are needed."""
 SAMPLED_ROWS = 1024
 """Rows of each end of the head that are compared where tables are cut."""
 _SEED = 4
@@ -113,24 +117,22 @@ class DrafterGate:
             noise[:, :count] = given[:, :count]
         return noise.to(TORCH_DTYPES[PRECISIONS[self.manifest.precision]]).float()
 
-    def _drafter(self, dtype: torch.dtype) -> Drafter:
+    def _drafter(self, *dtypes: torch.dtype) -> Drafter:
         target, weights = self.manifest.target, self.plan.weights
         names = (target.embedding_weight, target.head_weight)
         embedding, head = (read_float_rows(self.root, self.manifest, n, self.token_rows) for n in names)
         if self.token_rows is not None:
             weights = dataclasses.replace(weights, vocab_size=len(self.token_rows))
-        drafter = load_drafter(self.plan.config, weights, embedding, head, dtype)
+        drafter = load_drafter(self.plan.config, weights, embedding, head, *dtypes)
         for name in CODEBOOKS if self.token_rows is not None and self.plan.config.dflash2 is not None else ():
             rows = drafter.get_parameter(name)[self.token_rows]
             set_parameter(drafter, name, torch.nn.Parameter(rows, requires_grad=False))
-        self._put_dequantized(drafter, dtype)
+        self._put_dequantized(drafter, dtypes[-1])
         return drafter
 
     def exact_drafter(self) -> Drafter:
         """The module in fp32, with the weights as the bundle rounds them."""
-        drafter = self._drafter(TORCH_DTYPES[PRECISIONS[self.manifest.precision]]).float()
-        self._put_dequantized(drafter, torch.float32)
-        return drafter
+        return self._drafter(TORCH_DTYPES[PRECISIONS[self.manifest.precision]], torch.float32)
 
     def _put_dequantized(self, drafter: Drafter, dtype: torch.dtype) -> None:
         """Gives the drafter the values its quantised matrices have in the bundle, the borrowed ones included."""
@@ -190,12 +192,18 @@ class DrafterGate:
             done = r.rows
         return worst
 
-    def _open(self, file: str, half: bool) -> GraphRunner:
+    def _open(self, file: str, half: bool) -> GraphRunner | PiecewiseGraph:
         facts = self.facts.graph if file == self.facts.graph.file else self.facts.context_graph
-        model = ir.load(self.root / file)
+        model = load_graph(self.root, self.manifest.weights, file)
         if self.token_rows is not None:
             self._cut_tables(model, self.token_rows)
         weights = None
+        quantized = self.manifest.quantized.keys() & model.graph.initializers.keys()
+        if self.facts.num_parameters > PIECEWISE_PARAMETERS and not quantized:
+            if self.manifest.precision != "fp32":
+                model = self.passes.emulate_half(model) if half else self.passes.to_fp32(model)
+            read = BundleWeights(self.root, self.manifest.weights)
+            return PiecewiseGraph(ir.to_proto(model), read, facts.state, self.capacity)
         if self.token_rows is not None and (half or self.manifest.precision == "fp32"):
             self._cut_quantized_tables(model, self.token_rows)
         if half:

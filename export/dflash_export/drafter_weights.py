@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import torch
@@ -13,8 +14,10 @@ from dflash_export.drafter import Drafter
 from dflash_export.drafter_config import DrafterConfig
 from dflash_export.drafter_kinds import DFLASH2_ARCHITECTURE, refuse_foreign_tensors
 from dflash_export.drafter_layouts import layout_named
+from dflash_export.read_on_use import LARGE_ELEMENTS, ReadOnUse
 from dflash_export.tensor_files import TensorPlace
 from dflash_export.weight_store import TORCH_DTYPES
+from dflash_export.weight_values import read_converted
 from dflash_runtime.errors import CheckpointError
 
 PREFIX = "drafter."
@@ -149,26 +152,41 @@ def _equal(one: TensorPlace | None, two: TensorPlace) -> bool:
 
 
 def load_drafter(
-    config: DrafterConfig, weights: DrafterWeights, embedding: Tensor, head: Tensor, dtype: torch.dtype
+    config: DrafterConfig, weights: DrafterWeights, embedding: Tensor, head: Tensor, *dtypes: torch.dtype
 ) -> Drafter:
-    """A drafter with real weights, for reference runs.
+    """A drafter with real weights, for reference runs; large ones are read when they are used.
 
     Args:
         config: Its facts.
         weights: Its own tensors.
         embedding: The target's raw table [V, H], used unless the drafter has one of its own.
         head: The target's output head [V, H], likewise.
-        dtype: Of all parameters.
+        dtypes: What all parameters are converted to, one after the other; the last is that of the run.
     """
     with torch.device("meta"):
         drafter = Drafter(config, weights.vocab_size)
     borrowed = {EMBEDDING: embedding, HEAD: head}
     for name in [name for name, _ in drafter.named_parameters()]:
         place = weights.places.get(name)
+        if place is not None and math.prod(place.shape) >= LARGE_ELEMENTS:
+            _put_on_use(drafter, name, place, dtypes)
+            continue
         tensor = borrowed[name] if place is None else read_tensor(place)
-        set_parameter(drafter, name, nn.Parameter(tensor.to(dtype), requires_grad=False))
+        for dtype in dtypes:
+            tensor = tensor.to(dtype)
+        set_parameter(drafter, name, nn.Parameter(tensor, requires_grad=False))
     drafter.target_ids = weights.target_ids
     return drafter.eval()
+
+
+def _put_on_use(drafter: nn.Module, name: str, place: TensorPlace, dtypes: tuple[torch.dtype, ...]) -> None:
+    def read(rows: slice) -> Tensor:
+        start, stop, _ = rows.indices(place.shape[0])
+        return read_converted(place.rows(start, stop), *dtypes)
+
+    path, _, leaf = name.rpartition(".")
+    # Made into an nn.Parameter it would be read at once.
+    drafter.get_submodule(path)._parameters[leaf] = ReadOnUse(place.shape, dtypes[-1], read)  # type: ignore[assignment]
 
 
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

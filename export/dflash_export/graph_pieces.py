@@ -31,16 +31,20 @@ def reads(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
                 yield from reads(body.node)
 
 
-def cut_graph(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto]) -> list[Piece]:
+def cut_graph(
+    graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto], caches: Collection[str] = ()
+) -> list[Piece]:
     """Orders the nodes into pieces.
 
-    Each piece takes every node that can run and has room, so that a cache is read and written in one piece.
+    Each piece takes every node that can run and has room, and what only converts a cache comes with the node that
+    writes into it, so that a cache is read and written in one piece.
 
     Args:
         graph: Topologically sorted.
         weights: The initializers that count, by name.
+        caches: Inputs that are caches.
     """
-    left = _with_products(graph, weights)
+    left = _with_cache_reads(_with_products(graph, weights), caches)
     known = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     pieces = []
     while left:
@@ -58,6 +62,31 @@ def cut_graph(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto]) -
         pieces.append(piece)
         left = waiting
     return pieces
+
+
+def _with_cache_reads(steps: list[Piece], caches: Collection[str]) -> list[Piece]:
+    """Puts conversions of caches in front of the step that reads them; a size is read off the cache itself."""
+    cache_of = {name: name for name in caches}
+    waiting: dict[str, onnx.NodeProto] = {}
+    kept: list[Piece] = []
+    for step in steps:
+        node, nodes = step.nodes[0], step.nodes
+        if node.op_type in ("Cast", "Identity") and node.input[0] in cache_of:
+            cache_of[node.output[0]] = cache_of[node.input[0]]
+            waiting[node.output[0]] = node
+            continue
+        if node.op_type == "Shape" and node.input[0] in cache_of:
+            sized = onnx.NodeProto()
+            sized.CopyFrom(node)
+            sized.input[0] = cache_of[node.input[0]]
+            nodes = [sized]
+        front: list[onnx.NodeProto] = []
+        needed = [name for name in reads(nodes) if name in waiting]
+        while needed:
+            front.insert(0, waiting.pop(needed[-1]))
+            needed = [*needed[:-1], *(name for name in front[0].input if name in waiting)]
+        kept.append(Piece([*front, *nodes], step.sliced))
+    return [*kept, *(Piece([node]) for node in waiting.values())]
 
 
 def _with_products(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto]) -> list[Piece]:

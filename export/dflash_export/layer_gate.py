@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from dflash_export.build_stages import BuildStages
 from dflash_export.dequantized_weights import dequantized_places
 from dflash_export.deviation import Worst, deviation
 from dflash_export.evidence import plan_steps
@@ -28,7 +29,7 @@ from dflash_export.target_parts import TargetParts
 from dflash_export.tensor_files import TensorPlace
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES, Progress
 from dflash_export.weight_values import place_of, read_converted
-from dflash_runtime.bundle import CheckRow, Manifest
+from dflash_runtime.bundle import CheckRow, Manifest, sha256_of
 
 HEAD_ELEMENTS = 1 << 24
 """Weights of the output head in one slice."""
@@ -64,14 +65,28 @@ class LayerGate:
         """First, tapped and last layers."""
         return sorted({0, *self.manifest.taps.layer_ids, self.manifest.target.num_layers - 1})
 
-    def check(self, progress: Progress) -> list[CheckRow]:
-        """All parts; see the module."""
+    def check(self, progress: Progress, stages: BuildStages | None = None) -> list[CheckRow]:
+        """All parts; see the module.
+
+        Args:
+            progress: Called with stage, done, total.
+            stages: What a killed build left: a layer that was compared is not compared again.
+        """
+        stages = stages or BuildStages(None)
+        graph = sha256_of(self.root / self.manifest.target.graph.file)
         chosen = self.layer_ids()
         exact, lowered, rounded, allowed = Worst(), Worst(), Worst(), Worst()
         for done, index in enumerate(chosen):
             progress("check layers", done, len(chosen) + 1)
-            self._check_layer(index, exact, lowered, rounded, allowed)
-            release_memory()
+            kept = stages.load(f"layer {index}")
+            found = (Worst(), Worst(), Worst(), Worst())
+            if kept is None or kept["graph"] != graph:
+                self._check_layer(index, *found)
+                kept = {"graph": graph, "worst": [one.by_tensor for one in found]}
+                stages.save(f"layer {index}", kept)
+                release_memory()
+            for worst, deviations in zip((exact, lowered, rounded, allowed), kept["worst"], strict=True):
+                worst.by_tensor |= deviations
         progress("check layers", len(chosen), len(chosen) + 1)
         reference = self.reference(torch.float32)
         self._check_embedding(reference, exact, lowered)

@@ -1,4 +1,7 @@
-"""Gives memory that is no longer used back to the system, so that one stage's peak is not the next one's floor."""
+"""Gives memory that is no longer used back to the system, so that one stage's peak is not the next one's floor.
+
+Only glibc needs it: it keeps freed blocks of up to 32 MiB for later, and a build frees many of just that size.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,25 @@ import ctypes
 import ctypes.util
 import gc
 import sys
+from typing import Any
+
+_M_MMAP_THRESHOLD = -3
+_OWN_MAPPING_BYTES = 1 << 20
+
+
+def return_large_blocks() -> None:
+    """Has every block of a megabyte or more mapped by itself from now on, so that freeing it returns it."""
+    _call("mallopt", _M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
 
 
 def release_memory() -> None:
-    """Collects cycles, and has glibc hand its free pages back; other C libraries do so by themselves or not at all."""
+    """Collects cycles and returns free pages."""
     gc.collect()
+    _call("malloc_trim", 0)
+
+
+def _call(name: str, *arguments: int) -> None:
     if sys.platform == "linux":
-        library = ctypes.CDLL(ctypes.util.find_library("c") or None)
-        trim = getattr(library, "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+        function: Any = getattr(ctypes.CDLL(ctypes.util.find_library("c")), name, None)
+        if function is not None:  # another C library
+            function(*arguments)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from dflash_export.deviation import Worst, deviation
 from dflash_export.evidence import TargetEvidence
+from dflash_export.graph_files import load_graph
 from dflash_export.graph_runner import Array, GraphRunner
 from dflash_export.reference_run import StepOutputs
 from dflash_export.weight_values import weights_as_float32
@@ -51,12 +52,12 @@ def check_target(root: Path, manifest: Manifest, evidence: TargetEvidence, passe
         Rows of stage `portable` (fp32, tight), for half precision also `precision`, and `tokens`.
     """
     facts = manifest.target.graph
-    model = ir.load(root / facts.file)
+    model = load_graph(root, manifest.weights, facts.file)
     capacity = max(s.position + len(s.ids) for s in evidence.steps) + 8
     capacity = max(capacity, *(len(p) + len(c) for p, c in zip(evidence.prompts, evidence.continuations, strict=True)))
     covered = "calls (rows before, new): " + ", ".join(f"({s.position}, {len(s.ids)})" for s in evidence.steps)
     if evidence.rounded is None:
-        runner = GraphRunner((root / facts.file).read_bytes(), root, facts, capacity)
+        runner = GraphRunner(serialise(model), root, facts, capacity)
     else:
         weights = weights_as_float32(root, manifest, model)
         runner = GraphRunner(serialise(passes.to_fp32(model)), root, facts, capacity, weights)
@@ -80,7 +81,7 @@ def _check_rounded(
 ) -> list[CheckRow]:
     """The dtype plan: the graph in its own precision is as near to fp32 as PyTorch in that precision is."""
     assert evidence.rounded is not None
-    model = passes.emulate_half(ir.load(root / facts.file))
+    model = passes.emulate_half(load_graph(root, manifest.weights, facts.file))
     runner = GraphRunner(serialise(model), root, facts, capacity)
     worst = compare_target(runner, manifest, evidence, evidence.exact, tokens=False)
     own = Worst()

@@ -13,6 +13,7 @@ from onnx import helper
 
 from dflash_export.graph_pieces import PIECE_ELEMENTS, Piece, cut_graph, reads
 from dflash_runtime.bundle import StateTensor
+from dflash_runtime.errors import UnsupportedModelError
 
 Array = npt.NDArray[np.generic]
 ReadWeight = Callable[[onnx.TensorProto, slice], ort.OrtValue]
@@ -36,7 +37,7 @@ class PiecewiseRunner:
         stored = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
         self._weights = {tensor.name: _widened(tensor, model.graph) for tensor in stored}
         self._constants = {t.name: t for t in model.graph.initializer if t.name not in self._weights}
-        self._pieces = cut_graph(model.graph, self._weights)
+        self._pieces = cut_graph(model.graph, self._weights, self._state.values())
 
     def run(
         self, calls: Sequence[Mapping[str, Array]], first_state: Mapping[str, Array] | None = None
@@ -63,14 +64,18 @@ class PiecewiseRunner:
             for values in known:
                 for name in values.keys() - later - set(outputs):
                     del values[name]
-        return [{name: values[name].numpy() for name in outputs} for values in known]
+        return [{name: np.array(values[name].numpy()) for name in outputs} for values in known]
 
     def _run_whole(self, piece: Piece, made: list[str], known: list[_Values], caches: _Values) -> None:
         inside = {name for node in piece.nodes for name in node.output}
         read = [name for name in dict.fromkeys(reads(piece.nodes)) if name not in inside | self._constants.keys()]
-        state = {out: name for out, name in self._state.items() if name in read}
+        state = {out: name for out, name in self._state.items() if name in read and out in inside}
+        sized = {name for node in piece.nodes if node.op_type == "Shape" for name in node.input}
+        elsewhere = (set(read) & set(self._state.values())) - set(state.values())
+        if elsewhere - sized:
+            raise UnsupportedModelError(f"{sorted(elsewhere - sized)} are read apart from where they are written")
         fixed = {name: self._read(self._weights[name], slice(None)) for name in read if name in self._weights}
-        fixed |= {name: caches[name] for name in state.values()}
+        fixed |= {name: caches[name] for name in {*state.values(), *elsewhere}}
         session = self._open(piece, {name: fixed.get(name) or known[0][name] for name in read}, made)
         for values in known:
             feeds = {name: fixed.get(name) or values[name] for name in read}
@@ -99,7 +104,7 @@ class PiecewiseRunner:
             sessions[rows] = turn, multiply
             for values, results in zip(known, parts, strict=True):
                 (result,) = multiply.run_with_ort_values([out], {right: part, left: values[left]})
-                results.append(result.numpy())
+                results.append(np.array(result.numpy()))  # a view does not keep its memory
         for values, results in zip(known, parts, strict=True):
             values[out] = _value(np.concatenate(results, axis=-1))
 
@@ -124,6 +129,26 @@ class PiecewiseRunner:
     def _dims(self, name: str, value: ort.OrtValue) -> list[int | None]:
         """Weights have their size, everything else only as many dimensions as it has."""
         return list(value.shape()) if name in self._weights else [None] * len(value.shape())
+
+
+class PiecewiseGraph:
+    """The same, called like a `GraphRunner`: one call at a time, the caches kept in `state`."""
+
+    def __init__(
+        self, model: onnx.ModelProto, read: ReadWeight, state: Sequence[StateTensor], capacity: int
+    ) -> None:
+        """Cuts the graph; `capacity` is the number of rows of its caches, which are zeroed."""
+        self._runner, self._outputs = PiecewiseRunner(model, read, state), {t.output: t.input for t in state}
+        self.state: dict[str, Array] = {}
+        for tensor in state:
+            shape = [capacity if d == "T" else 1 if d == "B" else int(d) for d in tensor.shape]
+            self.state[tensor.input] = np.zeros(shape, np.float32)
+
+    def run(self, **inputs: Array) -> dict[str, Array]:
+        """One call; the caches move on."""
+        (outputs,) = self._runner.run([inputs], self.state)
+        self.state |= {name: outputs[output] for output, name in self._outputs.items()}
+        return outputs
 
 
 def _value(array: Array) -> ort.OrtValue:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,8 +36,12 @@ def check_output_place(out: Path, needed_bytes: int) -> None:
         parent = parent.parent
     if not parent.is_dir():
         raise OutputError(f"{parent} is a file, so {out} cannot be made below it. Choose another --out.")
-    if not os.access(parent, os.W_OK):
-        raise OutputError(f"{parent} is not writable. Choose another --out.")
+    try:
+        # Permission bits say nothing of read-only disks, quotas, or the superuser's powers.
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".dflash-"):
+            pass
+    except OSError as error:
+        raise OutputError(f"{parent} cannot be written ({error.strerror or error}). Choose another --out.") from error
     free = shutil.disk_usage(parent).free
     if free < needed_bytes:
         raise OutputError(
@@ -55,27 +60,67 @@ def staged_folder(out: Path) -> Iterator[Path]:
     out = out.absolute()
     clear_leftovers(out)
     staging = _beside(out, _PARTIAL)
-    try:
-        staging.mkdir(parents=True)
-    except OSError as error:
-        raise OutputError(f"{staging.parent} cannot be written: {error.strerror or error}.") from error
-    with _held(staging):
+    _make(staging)
+    with _held(staging), _no_room_said(out):
         try:
             yield staging
-            _take_place(staging, out)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            free = shutil.disk_usage(staging.parent).free
-            raise OutputError(
-                f"writing {out} failed: {error.strerror}; {staging.parent} has {free / 1e9:.2f} GB free. Make room or "
-                "choose another --out."
-            ) from error
+            take_place(staging, out)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
 
-def _take_place(staging: Path, out: Path) -> None:
+@contextlib.contextmanager
+def resumable_folder(out: Path) -> Iterator[Path]:
+    """Yields a folder beside `out` that outlives the process when it is killed or interrupted.
+
+    What a killed process left is there; an error that is caught by nobody empties it, as it would only come again.
+
+    Raises:
+        OutputError: it cannot be made, the disk is full, or another process is at work in it.
+    """
+    out = out.absolute()
+    clear_leftovers(out)
+    staging = out.with_name(f".{out.name}.{_PARTIAL}")
+    if not staging.is_dir():
+        _make(staging)
+    if not _is_free(staging):
+        raise OutputError(f"another process is making {out} in {staging}. Wait for it, or choose another --out.")
+    with _held(staging), _no_room_said(out):
+        try:
+            yield staging
+        except Exception:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise OutputError(f"{folder.parent} cannot be written: {error.strerror or error}.") from error
+
+
+@contextlib.contextmanager
+def _no_room_said(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        free = shutil.disk_usage(out.parent).free
+        raise OutputError(
+            f"writing {out} failed: {error.strerror}; {out.parent} has {free / 1e9:.2f} GB free. Make room or "
+            "choose another --out."
+        ) from error
+
+
+def take_place(staging: Path, out: Path) -> None:
+    """Moves a finished folder to `out`; an older bundle there goes when the new one has come.
+
+    Raises:
+        OutputError: it cannot be moved; the older bundle is where it was.
+    """
     old = _beside(out, _OLD)
     try:
         if out.exists():

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from dflash_export.dequantize_nodes import fold_dequantize_nodes
 from dflash_export.dequantized_weights import dequantized_places
+from dflash_export.graph_files import load_graph
 from dflash_export.graph_runner import Array
 from dflash_export.parity import GraphEdit, PrecisionPasses
 from dflash_export.piecewise_runner import PiecewiseRunner
@@ -137,7 +138,7 @@ class TargetParts:
 
     def _between(self, inputs: list[str], outputs: list[str]) -> ir.Model:
         """The piece of the graph between named values; position and token ids stay inputs where needed."""
-        model = ir.load(self._root / self._manifest.target.graph.file)
+        model = load_graph(self._root, self._manifest.weights, self._manifest.target.graph.file)
         given = set(inputs)
         names = [str(v.name) for v in model.graph.inputs if v.name not in given] + inputs
         graph = ir.convenience.extract(model.graph, names, outputs)

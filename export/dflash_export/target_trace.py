@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -21,6 +21,7 @@ from dflash_export.real_rotary import make_rotary_real
 from dflash_export.refusals import refuse_by_config, refuse_by_modules, refuse_own_attention
 from dflash_export.rope_limits import freeze_rope
 from dflash_export.trace_hooks import ATTENTION_NAME, ONNX_OPSET, LayerState, RowsCache, TraceState, tracing
+from dflash_export.weight_store import Progress
 from dflash_runtime.errors import DFlashError, UnsupportedModelError
 
 EXAMPLE_TOKENS = 5
@@ -52,17 +53,20 @@ class TracedTarget:
 class _TargetForTrace(nn.Module):
     """The function that is traced: the model, with cache buffers in and out."""
 
-    def __init__(self, model: nn.Module, num_layers: int) -> None:
+    def __init__(self, model: nn.Module, num_layers: int, on_layer: Callable[[], None]) -> None:
         super().__init__()
         self.model = model
         self.num_layers = num_layers
+        self.on_layer = on_layer
 
     def forward(self, input_ids: Tensor, position: Tensor, logit_rows: Tensor, past: list[tuple[Tensor, Tensor]]
                 ) -> dict[str, Any]:
         state = TraceState(position, [LayerState() for _ in range(self.num_layers)])
         with tracing(state):
             cache = RowsCache(past, state)
-            hidden, logits = run_model(self.model, self.num_layers, cache, input_ids, position, logit_rows)
+            hidden, logits = run_model(
+                self.model, self.num_layers, cache, input_ids, position, logit_rows, self.on_layer
+            )
         # One non-finite logit makes the sum NaN; then no token is named (argmax of NaN would be "!").
         finite = (logits * 0).sum(-1) == 0
         token_ids = torch.where(finite, logits.argmax(-1), -1)
@@ -70,8 +74,8 @@ class _TargetForTrace(nn.Module):
 
 
 def run_model(model: nn.Module, num_layers: int, cache: RowsCache, input_ids: Tensor, position: Tensor,
-              logit_rows: Tensor) -> tuple[list[Tensor], Tensor]:
-    """One forward pass with every layer's raw output caught by hooks.
+              logit_rows: Tensor, on_layer: Callable[[], None] | None = None) -> tuple[list[Tensor], Tensor]:
+    """One forward pass with every layer's raw output caught by hooks; `on_layer` is told of each.
 
     Returns:
         hidden: `num_layers + 1` tensors [B, S, H]: the embedding output, then each layer's raw output.
@@ -86,6 +90,8 @@ def run_model(model: nn.Module, num_layers: int, cache: RowsCache, input_ids: Te
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         hidden.append(output[0] if isinstance(output, tuple) else output)
+        if on_layer is not None:
+            on_layer()
 
     layers = decoder_layers(model, num_layers)
     hooks = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
@@ -100,12 +106,13 @@ def run_model(model: nn.Module, num_layers: int, cache: RowsCache, input_ids: Te
     return hidden, output.logits.float()
 
 
-def trace_target(config: PreTrainedConfig, dtype: torch.dtype) -> TracedTarget:
+def trace_target(config: PreTrainedConfig, dtype: torch.dtype, progress: Progress | None = None) -> TracedTarget:
     """Traces the causal-LM class of `config`.
 
     Args:
         config: The target's configuration.
         dtype: Dtype of parameters, cache and taps.
+        progress: Called with stage, done, total.
 
     Returns:
         The graph with hollow initializers under state-dict names, and the facts the trace found.
@@ -120,9 +127,12 @@ def trace_target(config: PreTrainedConfig, dtype: torch.dtype) -> TracedTarget:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with refusing_by_name(causal_lm_class(config).__name__):
         model, layers = prepare_target(config, dtype, fake)
-        program = _export(model, num_layers, layers, dtype, fake)
+        share = _TraceShare(progress, num_layers)
+        program = _export(model, num_layers, layers, dtype, fake, share.layer_passed)
+    share.captured()
     names = _parameter_names(model)
     ir_model = clean_graph(program.model, {f"model.{name}": canonical for name, canonical in names.items()})
+    share.finished()
     _name_outputs(ir_model, num_layers)
     embedding, head = _shared_tables(model, names)
     parameters = {name: (p.dtype, tuple(p.shape)) for name, p in model.named_parameters()}
@@ -188,8 +198,8 @@ def _probe(model: Any, fake: FakeTensorMode) -> list[LayerState]:
     return state.layers
 
 
-def _export(model: nn.Module, num_layers: int, layers: list[LayerState], dtype: torch.dtype, fake: FakeTensorMode
-            ) -> Any:
+def _export(model: nn.Module, num_layers: int, layers: list[LayerState], dtype: torch.dtype, fake: FakeTensorMode,
+            on_layer: Callable[[], None]) -> Any:
     dynamic = torch.export.Dim.DYNAMIC
 
     def buffer(shape: tuple[int, int] | None) -> Tensor:
@@ -209,7 +219,26 @@ def _export(model: nn.Module, num_layers: int, layers: list[LayerState], dtype: 
         "logit_rows": {0: dynamic},
         "past": [({2: dynamic}, {2: dynamic}) for _ in layers],
     }
-    return export_quietly(_TargetForTrace(model, num_layers), example, shapes)
+    return export_quietly(_TargetForTrace(model, num_layers, on_layer), example, shapes)
+
+
+class _TraceShare:
+    """How far a trace is, in layers: about half of its time passes in the layers, a third in translating them."""
+
+    def __init__(self, progress: Progress | None, num_layers: int) -> None:
+        self._tell, self._layers, self._passed = progress or (lambda *_: None), num_layers, 0
+        self._tell("trace target", 0, 6 * num_layers)
+
+    def layer_passed(self) -> None:
+        """The tracer may run the model several times."""
+        self._passed = min(self._passed + 1, 3 * self._layers)
+        self._tell("trace target", self._passed, 6 * self._layers)
+
+    def captured(self) -> None:
+        self._tell("trace target", 5 * self._layers, 6 * self._layers)
+
+    def finished(self) -> None:
+        self._tell("trace target", 6 * self._layers, 6 * self._layers)
 
 
 def export_quietly(module: nn.Module, example: dict[str, Any], dynamic_shapes: dict[str, Any]) -> Any:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import onnx_ir as ir
 import torch
 
 from dflash_export.quantized_places import QuantizedPart
 from dflash_export.tensor_files import FLOAT_DTYPES, TensorPlace, stored_bytes
-from dflash_runtime.bundle import FileFacts, QuantizedWeight, WeightEntry
+from dflash_runtime.bundle import FileFacts, QuantizedWeight, WeightEntry, write_text_atomically
 from dflash_runtime.errors import CheckpointError, OutputError
 
 TORCH_DTYPES = FLOAT_DTYPES
@@ -26,6 +28,7 @@ _IR_DTYPES = {
     "U8": ir.DataType.UINT8,
 }
 _CHUNK_BYTES = 1 << 22
+_NOTE_BYTES = 256 << 20
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage name, work done and work in all."""
@@ -39,6 +42,16 @@ class StoredWeights:
     file_name: str
     facts: FileFacts
     quantized: dict[str, QuantizedWeight] = dataclasses.field(default_factory=dict)
+    referred: dict[str, FileFacts] = dataclasses.field(default_factory=dict)
+    """Files of the checkpoint that became the bundle's."""
+    by_name: frozenset[str] = frozenset()
+    """Weights that graphs must not reach by a path, because their files are hard links."""
+
+    @property
+    def files(self) -> dict[str, FileFacts]:
+        """Every file the weights lie in."""
+        own = {self.file_name: self.facts} if any(e.file == self.file_name for e in self.entries.values()) else {}
+        return {**own, **self.referred}
 
 
 def store_weights(
@@ -48,6 +61,7 @@ def store_weights(
     dtype: str,
     progress: Progress,
     islands: Mapping[str, str] | None = None,
+    record: Path | None = None,
 ) -> StoredWeights:
     """Writes tensors into one safetensors file, converting on the way where the dtype differs.
 
@@ -61,6 +75,7 @@ def store_weights(
         dtype: F32, F16 or BF16.
         progress: Called with bytes done and bytes in all.
         islands: Dtypes of the tensors the model keeps in another one, by bundle name.
+        record: Where to note how far the file is, so that a killed process goes on there.
 
     Raises:
         CheckpointError: a tensor is not a plain float, or a value does not fit the dtype.
@@ -71,23 +86,68 @@ def store_weights(
     places = dict(sorted(places.items(), key=lambda item: (item[0] not in islands, _section(item[1]))))
     dtypes = {name: parts.get(name) or islands.get(name) or dtype for name in places}
     head, entries, total = _lay_out(file_name, places, dtypes)
-    digest = hashlib.sha256()
-    done = 0
     path = root / file_name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as stream:
-            stream.write(head)
-            digest.update(head)
-            for name, place in places.items():
+        written = _Written.resume(path, record, head)
+        with path.open("r+b" if written.tensors else "wb") as stream:
+            if not written.tensors:
+                written.add(stream, head)
+            stream.seek(written.size_bytes)
+            for name, place in list(places.items())[written.tensors :]:
                 for piece in _converted(name, place, dtypes[name]):
-                    stream.write(piece)
-                    digest.update(piece)
-                    done += len(piece)
-                    progress("weights", done, total)
+                    written.add(stream, piece)
+                    progress("weights", written.size_bytes - len(head), total)
+                written.tensors += 1
+                written.note(stream, record)
     except OSError as error:
         raise OutputError(f"writing {total + len(head)} bytes to {path} failed: {error.strerror or error}.") from error
-    return StoredWeights(entries, file_name, FileFacts(len(head) + total, digest.hexdigest()))
+    return StoredWeights(entries, file_name, FileFacts(len(head) + total, written.digest.hexdigest()))
+
+
+class _Written:
+    """How far a weight file is."""
+
+    def __init__(self, head: bytes) -> None:
+        self.tensors, self.size_bytes, self.digest = 0, 0, hashlib.sha256()
+        self._head, self._noted_bytes = hashlib.sha256(head).hexdigest(), 0
+
+    @classmethod
+    def resume(cls, path: Path, record: Path | None, head: bytes) -> _Written:
+        """What another process wrote and this one can prove; nothing where it cannot."""
+        written = cls(head)
+        if record is None or not record.is_file() or not path.is_file():
+            return written
+        noted = json.loads(record.read_text(encoding="utf-8"))
+        if noted["head"] != written._head or path.stat().st_size < noted["size_bytes"]:
+            return written
+        digest, left = hashlib.sha256(), noted["size_bytes"]
+        with path.open("rb") as stream:
+            while left:
+                piece = stream.read(min(left, _CHUNK_BYTES))
+                digest.update(piece)
+                left -= len(piece)
+        if digest.hexdigest() != noted["sha256"]:
+            return written
+        os.truncate(path, noted["size_bytes"])
+        written.tensors, written.size_bytes, written.digest = noted["tensors"], noted["size_bytes"], digest
+        written._noted_bytes = written.size_bytes
+        return written
+
+    def add(self, stream: BinaryIO, piece: bytes) -> None:
+        """Writes a piece."""
+        stream.write(piece)
+        self.digest.update(piece)
+        self.size_bytes += len(piece)
+
+    def note(self, stream: BinaryIO, record: Path | None) -> None:
+        """Notes where the file stands, now and then."""
+        if record is None or self.size_bytes - self._noted_bytes < _NOTE_BYTES:
+            return
+        stream.flush()
+        self._noted_bytes = self.size_bytes
+        noted = {"head": self._head, "tensors": self.tensors, "size_bytes": self.size_bytes}
+        write_text_atomically(record, json.dumps({**noted, "sha256": self.digest.copy().hexdigest()}))
 
 
 def _section(place: TensorPlace) -> int:
@@ -162,12 +222,17 @@ def attach_weights(model: ir.Model, entries: dict[str, WeightEntry], root: Path)
             raise CheckpointError(
                 f"{name} is {entry.dtype} {entry.shape} in the checkpoint and {value.dtype} {shape} in the model."
             )
-        value.const_value = ir.ExternalTensor(
-            entry.file,
-            entry.offset_bytes,
-            entry.length_bytes,
-            _IR_DTYPES[entry.dtype],
-            shape=ir.Shape(entry.shape),
-            name=name,
-            base_dir=root,
-        )
+        value.const_value = external_weight(name, entry, root)
+
+
+def external_weight(name: str, entry: WeightEntry, root: Path) -> ir.ExternalTensor:
+    """A weight of the bundle as a graph refers to it."""
+    return ir.ExternalTensor(
+        entry.file,
+        entry.offset_bytes,
+        entry.length_bytes,
+        _IR_DTYPES[entry.dtype],
+        shape=ir.Shape(entry.shape),
+        name=name,
+        base_dir=root,
+    )

@@ -50,7 +50,7 @@ def completed(target_alone: Path, checkpoints: Path, once: Once) -> Path:
     def make(folder: Path) -> None:
         copy = shutil.copytree(target_alone, folder / "bundle")
         with pytest.MonkeyPatch.context() as patch:
-            for place in ("dflash_export.build.trace_target", "dflash_export.evidence.TargetReference.load"):
+            for place in ("dflash_export.traced_file.trace_target", "dflash_export.evidence.TargetReference.load"):
                 patch.setattr(place, _not_again)
             report = add_drafter(copy, str(checkpoints / "drafter"), "ort-cpu", quiet)
         assert report.manifest == Bundle.open(copy).manifest
@@ -121,7 +121,8 @@ def test_a_second_drafter_replaces_the_first(completed: Path, checkpoints: Path,
     assert report.manifest.drafter is not None
     assert report.manifest.drafter.name == "other"
     with Session.open(copy, threads=1) as session:
-        plain = session.generate(PROMPTS[0], GenerationConfig(40, plain=True, stop_token_ids=[])).token_ids
+        config = GenerationConfig(max_new_tokens=40, plain=True, stop_token_ids=[])
+        plain = session.generate(PROMPTS[0], config).token_ids
         assert session.generate(PROMPTS[0], FREE).token_ids == plain
     assert contents(copy).keys() == contents(completed).keys()
 

@@ -54,7 +54,7 @@ def test_paths_of_every_kind(checkpoints: Path, built: Make, tmp_path: Path, mon
         options = [*command, "--", "-ein Bündel 2/", *(["5,17,3"] if command[0] == "run" else [])]
         done = CliRunner().invoke(main, options, catch_exceptions=False)
         assert done.exit_code == 0, done.stderr
-    config = GenerationConfig(24, stop_token_ids=[])
+    config = GenerationConfig(max_new_tokens=24, stop_token_ids=[])
     results = []
     for path in (Path("-ein Bündel 2"), built(MAIN)):
         with Session.open(path, threads=1) as session:
@@ -119,7 +119,7 @@ def test_a_file_that_cannot_grow(
     export = pipeline.export_bundle
     monkeypatch.setattr(pipeline, "export_bundle", limited)
     try:
-        with pytest.raises(OutputError, match=r"writing \d+ bytes to .*/place/.*weights/target.safetensors failed"):
+        with pytest.raises(OutputError, match=r"writing .*/place/.* failed"):
             pipeline.build(MAIN.options(checkpoints), older, "ort-cpu", quiet)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -133,7 +133,7 @@ def test_a_disk_that_fills_at_any_stage(
     def full(*args: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
 
-    def exported(plan: Any, root: Path, progress: Any) -> Any:
+    def exported(plan: Any, root: Path, *_: Any) -> Any:
         shutil.copytree(older, root, dirs_exist_ok=True)
         return Bundle.open(older, check_files=False).manifest
 

@@ -109,7 +109,7 @@ FAULTS: list[tuple[str, Callable[[Path], None], str]] = [
 def test_a_faulty_export_ends_the_build(
     pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Path], None], words: str
 ) -> None:
-    def export_with_fault(plan: Any, root: Path, progress: Any) -> Manifest:
+    def export_with_fault(plan: Any, root: Path, *_: Any) -> Manifest:
         shutil.copytree(pair_folder / "bundle", root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("engines"))
         fault(root)
         return Bundle.open(root, check_files=False).manifest
@@ -124,11 +124,11 @@ def test_a_faulty_engine_ends_the_build(pair_folder: Path, tmp_path: Path, monke
     """The portable graphs are right, and what the runtime executes is not."""
     lower = pipeline.lower_bundle
 
-    def lower_with_fault(root: Path) -> None:
-        lower(root)
-        _rename(root, "engines/ort-cpu/drafter.onnx", "lm_head.weight", "model.embed_tokens.weight")
+    def lower_with_fault(bundle: Bundle) -> None:
+        lower(bundle)
+        _rename(bundle.path, "engines/ort-cpu/drafter.onnx", "lm_head.weight", "model.embed_tokens.weight")
 
-    def export(plan: Any, root: Path, progress: Any) -> Manifest:
+    def export(plan: Any, root: Path, *_: Any) -> Manifest:
         shutil.copytree(pair_folder / "bundle", root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("engines"))
         return Bundle.open(root, check_files=False).manifest
 

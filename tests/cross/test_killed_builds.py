@@ -1,20 +1,22 @@
-"""A build that is killed leaves no bundle-named folder, and the next one clears its remains away."""
+"""A build that is killed leaves no bundle-named folder, and the next one goes on from its remains."""
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import Once
 from pairs import MAIN, quiet
 
-from dflash_export.staging import check_output_place, staged_folder
-from dflash_runtime import Bundle
+from dflash_export import traced_file
+from dflash_export.build_plan import BuildOptions
+from dflash_export.layer_gate import LayerGate
+from dflash_export.staging import check_output_place, resumable_folder, staged_folder
+from dflash_runtime import Bundle, OutputError
 from dflash_tools.pipeline import build
 
 STAGED = """
@@ -58,34 +60,79 @@ def test_an_older_bundle_survives_whenever_it_is_replaced(tmp_path: Path, moment
     assert {path.name for path in tmp_path.iterdir()} == {out.name, other.name}
 
 
-def _appears(pattern: str) -> Callable[[Path], bool]:
-    return lambda folder: any(folder.glob(f".*.partial/{pattern}"))
+@pytest.mark.parametrize(("moments", "mode", "precision"), [
+    (1, "copy", "fp32"),
+    pytest.param(20, "copy", "fp32", marks=pytest.mark.slow),
+    pytest.param(20, "link", "bf16", marks=pytest.mark.slow),
+])
+def test_a_killed_build_goes_on_to_the_same_bytes(
+    once: Once, tmp_path: Path, moments: int, mode: str, precision: str
+) -> None:
+    checkpoints = once(f"{MAIN.name}-checkpoints", MAIN.write)
+    script = Path(__file__).parent / "killed_builds.py"
+    command = [sys.executable, script, checkpoints, tmp_path, str(moments), mode, precision]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("same=True") == moments
 
 
-MOMENTS = ["weights", "drafter.onnx", "engines/ort-cpu/engine.json"]
+def _interrupted(options: BuildOptions, out: Path, stage: str) -> None:
+    """A build that somebody ends with Ctrl-C when `stage` is reported."""
+
+    def stop(name: str, done: int, total: int) -> None:
+        if name == stage:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(options, out, "ort-cpu", stop)
 
 
-@pytest.mark.parametrize(
-    "pattern", [pytest.param(m, marks=[pytest.mark.slow] if m != MOMENTS[1] else []) for m in MOMENTS]
-)
-def test_a_killed_build_leaves_nothing_with_a_name(once: Once, tmp_path: Path, pattern: str) -> None:
+def test_finished_stages_are_kept_and_another_plan_begins_anew(
+    once: Once, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = once(f"{MAIN.name}-checkpoints", MAIN.write)
+    options, out = dataclasses.replace(MAIN.options(checkpoints), gate="layers"), tmp_path / "b"
+    _interrupted(options, out, "check drafter")
+    records = tmp_path / ".b.partial" / "stages"
+    assert {"target trace.json", "layer 0.json"} <= {path.name for path in records.iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == [".b.partial"]
+    monkeypatch.setattr(traced_file, "trace_target", None)
+    monkeypatch.setattr(LayerGate, "_check_layer", None)
+    report = build(options, out, "ort-cpu", quiet)
+    assert "a build of the same that was interrupted is continued" in report.notes
+    monkeypatch.undo()
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    _interrupted(options, out, "check drafter")
+    (records / "strange").touch()
+    report = build(dataclasses.replace(options, block_sizes=(4,)), out, "none", quiet)
+    assert "an interrupted build of something else lay here and was begun anew" in report.notes
+    assert report.manifest.block_sizes == [4]
+    assert (out / "target.onnx").read_bytes() == before[out / "target.onnx"]
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_damaged_remains_are_not_trusted(once: Once, tmp_path: Path) -> None:
+    checkpoints = once(f"{MAIN.name}-checkpoints", MAIN.write)
+    options, out = dataclasses.replace(MAIN.options(checkpoints), gate="layers"), tmp_path / "b"
+    _interrupted(options, out, "check drafter")
+    remains = tmp_path / ".b.partial"
+    with (remains / "stages" / "traced target.onnx").open("r+b") as stream:
+        stream.write(b"damage")
+    with (remains / "bundle" / "weights" / "target.safetensors").open("r+b") as stream:
+        stream.seek(-8, 2)
+        stream.write(b"damaged!")
+    (remains / "bundle" / "tokenizer" / "left behind").touch()
+    build(options, out, "ort-cpu", quiet)
+    Bundle.open(out).check_files(full=True)
+    assert not list(out.rglob("left behind"))
+
+
+def test_two_builds_of_one_place(once: Once, tmp_path: Path) -> None:
     checkpoints = once(f"{MAIN.name}-checkpoints", MAIN.write)
     out = tmp_path / "b"
-    command = ["build", "--target", checkpoints / "target", "--drafter", checkpoints / "drafter", "--out", out]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "dflash_tools.cli", *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    deadline = time.monotonic() + 240
-    while not _appears(pattern)(tmp_path) and child.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert child.poll() is None, child.communicate()
-    child.kill()
-    child.communicate()
-    assert [path.name for path in tmp_path.iterdir()] == [f".b.{child.pid}.partial"]
-    if pattern == MOMENTS[-1]:
-        build(MAIN.options(checkpoints), out, "ort-cpu", quiet)
-        Bundle.open(out)
-    else:
-        with staged_folder(out) as root:
-            (root / "bundle.json").touch()
-    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    with (
+        resumable_folder(out),
+        pytest.raises(OutputError, match=r"another process is making .*/b in .*\.b\.partial\. Wait for it"),
+    ):
+        build(MAIN.options(checkpoints), out, "none", quiet)
+    assert list(tmp_path.iterdir()) == []

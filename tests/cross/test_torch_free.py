@@ -24,9 +24,10 @@ started = time.perf_counter()
 from dflash_runtime import GenerationConfig, Session
 seconds = time.perf_counter() - started
 with Session.open(sys.argv[1], threads=1) as session:
-    plain = session.generate("Hi 中🙂", GenerationConfig(40, plain=True, stop_token_ids=[]))
-    result = session.generate("Hi 中🙂", GenerationConfig(40, stop_token_ids=[]))
-    stream = session.stream([{{"role": "user", "content": "Hi 中🙂"}}], GenerationConfig(40, stop_token_ids=[]))
+    free = GenerationConfig(max_new_tokens=40, stop_token_ids=[])
+    plain = session.generate("Hi 中🙂", GenerationConfig(max_new_tokens=40, plain=True, stop_token_ids=[]))
+    result = session.generate("Hi 中🙂", free)
+    stream = session.stream([{{"role": "user", "content": "Hi 中🙂"}}], free)
     pieces = list(stream)
 assert result.token_ids == plain.token_ids == stream.result.token_ids and len(plain.token_ids) == 40
 assert "".join(pieces) == result.text

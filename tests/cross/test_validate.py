@@ -25,11 +25,13 @@ from dflash_export.build import export_bundle
 from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_runtime import BundleError, GenerationConfig, GenerationResult, OutputError, PairError
 from dflash_runtime.bundle import Bundle
+from dflash_tools.architecture_check import config_classes, write_checkpoint
 from dflash_tools.cli import main
 from dflash_tools.portable_reference import portable_reference
 from dflash_tools.reference_building import build_reference
 from dflash_tools.reference_file import add_to_bundle, find_reference, read_reference, write_reference
 from dflash_tools.reference_record import ReferenceText
+from dflash_tools.tiny_configs import tiny_config
 from dflash_tools.validate_comparison import Bounds
 from dflash_tools.validate_engine import BundleEngine
 from dflash_tools.validate_run import Validation, validate
@@ -95,6 +97,31 @@ def test_a_target_without_a_drafter(tmp_path: Path) -> None:
     states = {one.level: one.status for one in found.verdicts}
     assert states == {"graph": "passed", "state": "passed", "tokens": "passed", "acceptance": "skipped"}
     assert found.passed and found.gap is None
+
+
+FAMILIES = ["bloom", "cohere", "deepseek_v3", "falcon", "gemma3_text", "gpt2", "gpt_oss", "mixtral", "phi3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_architectures(tmp_path: Path, family: str) -> None:
+    """Healthy ones pass on both engines; a fault in each kind of weight of a layer is named with its layer."""
+    config = tiny_config(next(c for c in config_classes().values() if c.model_type == family))
+    write_checkpoint(config, tmp_path / "target")
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    options = BuildOptions(str(tmp_path / "target"), precision="fp32", max_context_tokens=96)
+    export_bundle(plan_build(options), bundle, quiet)
+    lower_bundle(bundle)
+    reference = made(bundle)
+    for name in ("ort-cpu", "portable"):
+        assert validated(bundle, reference, name).passed
+    for name in [name for name in opened(bundle).manifest.weights if ".1." in name and "experts.1" not in name]:
+        copy = shutil.copytree(bundle, tmp_path / "copy")
+        weight(name, lambda values: values * 1.5 + 0.1)(copy)
+        first = validated(copy, reference).verdicts[0].first
+        shutil.rmtree(copy)
+        assert first is not None and (first.graph, first.layer) == ("target", 1), name
 
 
 @pytest.mark.parametrize("name", ["ort-cpu", "portable"])
@@ -180,6 +207,7 @@ class Block:
         if name.partition(".")[0] in {blocked!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Block())
+from dflash_tools.architecture_check import config_classes, write_checkpoint
 from dflash_tools.cli import main
 main(["validate", {bundle!r}, "--json", "--level", "graph", "--level", "state", "--level", "tokens"])
 """

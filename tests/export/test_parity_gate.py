@@ -13,6 +13,7 @@ from tiny_models import write_drafter, write_target
 
 from dflash_engines.half_precision import emulate_half, to_fp32
 from dflash_engines.ort_cpu import lower_model
+from dflash_export import drafter_gate, drafter_weights, graph_pieces, layer_reference, piecewise_runner, read_on_use
 from dflash_export.build import export_bundle
 from dflash_export.build_plan import BuildOptions, BuildPlan, plan_build
 from dflash_export.drafter_gate import DrafterGate
@@ -252,6 +253,47 @@ def test_the_layer_gate_finds_faults_too(fp32: Built, tmp_path: Path, fault: str
     root = Path(shutil.copytree(fp32.root, tmp_path / "b"))
     plant(fp32, root)
     assert expected in _failed(fp32.layer_rows(root))
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits so low that even a tiny model is cut to pieces, its matrices in parts and read when they are used."""
+    for module in (graph_pieces, piecewise_runner):
+        monkeypatch.setattr(module, "PIECE_ELEMENTS", 1500)
+    for module in (layer_reference, drafter_weights):
+        monkeypatch.setattr(module, "LARGE_ELEMENTS", 500)
+    monkeypatch.setattr(read_on_use, "PART_ELEMENTS", 1500)
+    monkeypatch.setattr(drafter_gate, "PIECEWISE_PARAMETERS", 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_models_too_large_for_memory_are_compared_in_pieces(
+    precision: str, request: pytest.FixtureRequest, small_pieces: None, tmp_path: Path
+) -> None:
+    built: Built = request.getfixturevalue(precision)
+    require_passed(built.layer_rows())
+    require_passed(built.drafter_rows())
+    if precision == "fp32":
+        root = Path(shutil.copytree(built.root, tmp_path / "b"))
+        LAYER_FAULTS["tapped layer"][0](built, root)
+        DRAFTER_FAULTS["query"][0](built, root)
+        assert "layer 2 output" in _failed(built.layer_rows(root))
+        assert "draft_logits" in _failed(built.drafter_rows(root))
+
+
+def test_a_graph_is_cut_where_its_weights_grow(fp32: Built) -> None:
+    proto = ir.to_proto(ir.load(fp32.root / "target.onnx"))
+    weights = {t.name: t for t in proto.graph.initializer if t.data_location == 1}
+    pieces = graph_pieces.cut_graph(proto.graph, weights)
+    assert len(pieces) == 1  # all of it is small
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_pieces, "PIECE_ELEMENTS", 5000)
+        pieces = graph_pieces.cut_graph(proto.graph, weights)
+    assert sum(len(piece.nodes) for piece in pieces) == len(proto.graph.node)
+    assert {piece.sliced for piece in pieces} >= {"lm_head.weight", "model.layers.3.mlp.down_proj.weight"}
+    for piece in pieces:
+        held = {name for name in graph_pieces.reads(piece.nodes) if name in weights}
+        assert len(held) == 1 or sum(np.prod(weights[name].dims) for name in held) <= 5000
 
 
 def test_nothing_checked_means_failed() -> None:

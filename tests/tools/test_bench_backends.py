@@ -6,13 +6,15 @@ import itertools
 from pathlib import Path
 
 import pytest
+from scripted_backend import LateBackend
 from scripted_backend import ScriptedBackend as ToyBackend
 
 from dflash_runtime import GenerationConfig, Session
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.tokenizer import Tokenizer
+from dflash_tools import stage_times
 from dflash_tools.scripted_acceptance import AcceptanceScript, ScriptedBackend
-from dflash_tools.stage_times import Call, TimedBackend, request_times
+from dflash_tools.stage_times import Call, TimedBackend, TimedCycles, request_times
 
 
 def timed(calls: list[tuple[str, int, int, int]]) -> list[Call]:
@@ -49,6 +51,20 @@ def test_plain_steps_are_cycles_of_a_verify() -> None:
 def test_a_request_that_ends_with_the_prefill_has_no_cycles() -> None:
     assert request_times(timed([("prefill", 1, 0, 5), ("context", 1, 5, 6)])).cycles == []
     assert request_times([]).cycles == []
+
+
+def test_a_backend_with_cycles_of_its_own_keeps_them(bundle: Path) -> None:
+    opened, config = Bundle.open(bundle), GenerationConfig(max_new_tokens=21, block_size=4, stop_token_ids=[])
+    toy = LateBackend()
+    backend = stage_times.timed(toy)
+    assert isinstance(backend, TimedCycles) and not isinstance(stage_times.timed(ToyBackend()), TimedCycles)
+    with Session(opened, backend, Tokenizer.open(opened)) as session:
+        result = session.generate([1, 2, 3], config)
+    with Session(opened, ToyBackend(), Tokenizer.open(opened)) as session:
+        assert result.token_ids == session.generate([1, 2, 3], config).token_ids
+    times = request_times(backend.calls)
+    assert len(times.cycles) == len(result.acceptance_lengths) == 5 and times.rows == [4] * 5
+    assert all(stages["verify"] > 0 == stages["draft"] for stages in times.stages)
 
 
 def test_every_call_of_a_request_is_noted_and_none_of_the_one_before(bundle: Path) -> None:

@@ -247,7 +247,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--prompts", "gsm9k"], "'gsm9k' is neither a set of prompts"),
     (["--max-new-tokens", "999"], "exceed the context of 200"),
     (["--raw", "--against", "openai:http://127.0.0.1:9"], "--raw prompts cannot be compared"),
-    (["--scripted-acceptance", "2", "--backend", "tensorrt"], "verifies a block while it drafts it"),
+    (["--scripted-acceptance", "2", "--backend", "tensorrt"], "drafts and accepts without the host"),
     (["--html", "no/such/folder/a.html"], "is not a folder"),
 ]
 

@@ -134,7 +134,7 @@ def test_the_command_writes_what_the_training_reads(options: DataOptions, target
     assert trained.exit_code == 0, trained.output
     assert json.loads(trained.stdout)["complete"] is True
     assert trained.stderr == ""  # a pipe gets no progress
-    assert not (tmp_path / "drafter" / "training" / TAPS_FILE).exists()  # those of make-data were used
+    assert not list((tmp_path / "drafter").rglob(TAPS_FILE))  # those of make-data were used
     card = (tmp_path / "drafter" / "README.md").read_text(encoding="utf-8")
     assert "tokens a round" in card
     assert "greedy, at most 10 tokens; prompts through the chat template with polite=true" in card

@@ -168,3 +168,9 @@ def test_sampled_text_repeats_with_its_seed(invoke: Invoke, bundle: Path) -> Non
     assert other["token_ids"] != first["token_ids"]
     refused = invoke("run", bundle, "hello", "--top-p", 1.5)
     assert refused.exit_code == 1 and "top_p is 1.5" in refused.stderr
+
+
+@pytest.mark.parametrize("option", ["--cuda-graphs", "--no-cuda-graphs"])
+def test_cuda_graphs_are_for_a_gpu(invoke: Invoke, bundle: Path, option: str) -> None:
+    refused = invoke("run", bundle, "hello", option)
+    assert refused.exit_code == 1 and "'ort-cpu' runs on the CPU" in refused.stderr

@@ -163,7 +163,7 @@ def test_init_target_is_refused_where_layers_are_built_otherwise(tmp_path: Path)
 def test_the_card_says_where_the_weights_came_from(files: Path, tmp_path: Path) -> None:
     earlier = str(files / "earlier")
     result = go_on(files, tmp_path / "drafter", earlier=earlier)
-    options = TrainOptions(str(files / "target"), files / "answers.jsonl", tmp_path / "drafter", earlier=earlier)
+    options = TrainOptions(str(files / "target"), (files / "answers.jsonl",), tmp_path / "drafter", earlier=earlier)
     card = card_text(options, result, ["dflash-export"])
     assert f"those of the drafter `earlier`, SHA-256 of its tensors {read_earlier_drafter(earlier).sha256}" in card
     assert "| block size | 4, anchor included |" in card

@@ -38,5 +38,5 @@ def few_steps(folder: Path, out: Path, **changes: Any) -> TrainResult:
         "precision": "fp32", "dtype": "fp32", "report_every_steps": 3, **changes,
     }  # fmt: skip
     data = values.pop("data", folder / "answers.jsonl")
-    options = TrainOptions(str(folder / "target"), data, out, **values)
+    options = TrainOptions(str(folder / "target"), data if isinstance(data, tuple) else (data,), out, **values)
     return train(options, Processes(0, 1, torch.device("cpu")), TrainingProgress())

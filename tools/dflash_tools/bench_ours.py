@@ -13,7 +13,7 @@ from dflash_tools.bench_peers import versions_of
 from dflash_tools.engine_place import find_engine_place
 from dflash_tools.plan_formulas import PREFILL_CHUNK_TOKENS
 from dflash_tools.scripted_acceptance import SCRIPTABLE_BACKENDS, AcceptanceScript, ScriptedBackend
-from dflash_tools.stage_times import TimedBackend, request_times
+from dflash_tools.stage_times import request_times, timed
 
 _LIBRARIES = {"ort-cpu": ("onnxruntime",), "ort-cuda": ("onnxruntime-gpu",)}
 """What executes the graphs, where a package of that name is always there; TensorRT's is named in the engines."""
@@ -26,11 +26,12 @@ class OurEngine:
         """Opens the bundle on its backend; errors are those of `Session.open`."""
         bundle = Bundle.open(job.bundle)
         inner = open_backend(job.backend, bundle, job.threads, PREFILL_CHUNK_TOKENS)
-        self._timed = TimedBackend(inner)
+        self._timed = timed(inner)
         self._scripted = ScriptedBackend(self._timed)
         self._scriptable = job.backend in SCRIPTABLE_BACKENDS
         self._vocab_size = bundle.manifest.target.vocab_size
-        self._session = Session(bundle, self._scripted, Tokenizer.open(bundle))
+        backend = self._scripted if self._scriptable else self._timed
+        self._session = Session(bundle, backend, Tokenizer.open(bundle))
         self.precision = find_engine_place(bundle, job.backend).precision
         self.versions = versions_of("dflash-export", *_LIBRARIES.get(job.backend, ()))
         self._context_answers: dict[int, list[int]] = {}

@@ -120,7 +120,7 @@ def _cycle(report: BenchReport) -> Iterator[str]:
             "everything between calls. A cycle pays when it commits more tokens than it costs plain steps."
         )
         if report.pair.backend not in SCRIPTABLE_BACKENDS:
-            about += " This backend verifies a block while it drafts it and waits once: that time shows as draft."
+            about += " This backend drafts, verifies and accepts without the host: that time shows as verify."
         yield _figure("Where a cycle's time goes", about, svg_chart.stacked(rows, STAGES, "milliseconds", "ms"))
 
 

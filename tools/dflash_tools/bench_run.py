@@ -129,7 +129,7 @@ def _make_plan(path: Path, options: BenchOptions, machine: Machine) -> _Plan:
     """Everything that can be refused, before anything is measured."""
     if options.scripted and options.backend not in SCRIPTABLE_BACKENDS:
         raise DFlashError(
-            f"--scripted-acceptance cannot measure {options.backend}, which verifies a block while it drafts it; it "
+            f"--scripted-acceptance cannot measure {options.backend}, which drafts and accepts without the host; it "
             f"measures {', '.join(SCRIPTABLE_BACKENDS)}."
         )
     bundle = Bundle.open(path)

@@ -84,7 +84,14 @@ TENSORRT = ("tensorrt", "tensorrt-rtx")
     type=click.Choice(["auto", "full", "layers"]),
     default="auto",
     show_default=True,
-    help="Compare the whole model with PyTorch, or layer by layer; auto decides by the memory at hand.",
+    help="Compare the whole model with PyTorch, or layer by layer, which takes little memory; auto decides by size.",
+)
+@click.option(
+    "--weights-copy",
+    type=click.Choice(["auto", "link", "copy"]),
+    default="auto",
+    show_default=True,
+    help="auto: the bundle shares the checkpoint's files where it can; link: by hard links, or stop; copy: never.",
 )
 @click.option("--offline", is_flag=True, help="Use what is in the local Hugging Face cache alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
@@ -104,13 +111,14 @@ def command(
     backend: str,
     capabilities: tuple[str, ...],
     gate: str,
+    weights_copy: str,
     offline: bool,
     as_json: bool,
 ) -> None:
     """Exports TARGET, and DRAFTER where there is one, into a bundle, and checks every step against PyTorch.
 
     The bundle appears when everything is checked, or not at all; it replaces an older bundle in its place, and
-    nothing else.
+    nothing else. A build that was killed goes on when it is started again.
     """
     arguments = read_template_args(template_args)
     with needs_extra("export"):
@@ -126,6 +134,7 @@ def command(
         max_context_tokens=max_context,
         template_args=arguments,
         gate=gate,
+        weights_copy=weights_copy,
         local_files_only=offline,
         quantize=quantize_options(
             quantize, quantize_head, quantize_drafter, int(group_size), symmetric=not asymmetric

@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_engines.half_precision import emulate_half, to_fp32
+from dflash_engines.portable_graph import load_portable
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.engine_record import engine_folder, open_engine
 from dflash_tools.ort_probe import OrtProbe, open_session, widened
@@ -44,7 +45,7 @@ def open_debug_probe(
         record = open_engine(bundle, form)
         precision, upcast, folder = record.execution_precision, record.upcast, engine_folder(bundle, form)
     files = {kind: file for kind, file in bundle.manifest.graph_files().items() if kind in kinds}
-    models = {kind: ir.load(folder / file) for kind, file in files.items()}
+    models = {k: load_portable(bundle, f) if form == PORTABLE else ir.load(folder / f) for k, f in files.items()}
     half = form == PORTABLE and precision != "fp32"
     if half:
         edit, upcast, precision = (to_fp32, True, "fp32") if exact else (emulate_half, False, precision)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_runtime.bundle import write_text_atomically
-from dflash_tools.answer_writing import FACTS_FILE
 from dflash_tools.sizes import bytes_text, count_text
+from dflash_tools.training_data import data_record
 from dflash_tools.training_run import TrainOptions, TrainResult
 
 CARD_FILE = "README.md"
@@ -90,10 +90,9 @@ def _start(options: TrainOptions, result: TrainResult) -> str:
 
 def _data_rows(options: TrainOptions) -> list[tuple[str, str]]:
     """How `make-data` made the answers, where it did."""
-    path = options.data / FACTS_FILE
-    if not path.is_file():
+    facts = data_record(options.data)
+    if facts is None:
         return []
-    facts = json.loads(path.read_text(encoding="utf-8"))
     chosen = "greedy" if facts["temperature"] == 0 else f"sampled at temperature {facts['temperature']:g}"
     text = "prompts as they are" if facts["raw"] else "prompts through the chat template"
     if facts["template_args"]:

@@ -14,6 +14,7 @@ from dflash_engines.fused_form import lower_fused
 from dflash_engines.half_precision import to_fp32
 from dflash_engines.ort_cpu import lower_model
 from dflash_engines.passes.flat_matmul import FlatMatMulPass
+from dflash_engines.portable_graph import load_portable
 from dflash_export.deviation import Array, Worst, deviation, mean_deviation
 from dflash_export.graph_runner import GraphRunner
 from dflash_export.quality import perplexity, perplexity_row, text_windows
@@ -176,7 +177,7 @@ def _weights(bundle: Bundle, model: ir.Model) -> dict[str, Array] | None:
 
 
 def _portable(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
-    model = ir.load(bundle.file(facts.file))
+    model = load_portable(bundle, facts.file)
     if bundle.manifest.precision != "fp32":
         model = to_fp32(model)
     return _open(bundle, model, facts, calls)
@@ -189,12 +190,12 @@ def _lowered(bundle: Bundle, facts: GraphFacts, backend: str, calls: list[_Call]
 
 def _lowered_exactly(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
     kind = next(kind for kind, file in bundle.manifest.graph_files().items() if file == facts.file)
-    model = lower_model(ir.load(bundle.file(facts.file)), kind, activations="fp32")
+    model = lower_model(load_portable(bundle, facts.file), kind, activations="fp32")
     return _open(bundle, model, facts, calls)
 
 
 def _fused(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
-    model = lower_fused(ir.load(bundle.file(facts.file)))
+    model = lower_fused(load_portable(bundle, facts.file))
     FlatMatMulPass()(model)
     return _open(bundle, to_fp32(model), facts, calls)
 

@@ -66,7 +66,7 @@ def make_pair(
         data = DataOptions(str(target), prompts, Path(scratch) / "data", max_new_tokens=96, batch_size=32)
         make_data(data, progress, lambda text: None)
         options = TrainOptions(
-            str(target), data.out, drafter, num_layers=2, block_size=block_size, num_steps=drafter_steps,
+            str(target), (data.out,), drafter, num_layers=2, block_size=block_size, num_steps=drafter_steps,
             batch_size=batch_size, max_anchors=max_anchors, peak_learning_rate=learning_rate,
             num_held_out=num_held_out, seed=SEED, precision="fp32", report_every_steps=250,
         )  # fmt: skip

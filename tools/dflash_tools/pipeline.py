@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,11 +18,13 @@ from dflash_engines.tensorrt_plan import EngineOptions
 from dflash_export.add_drafter import plan_addition, write_with_drafter
 from dflash_export.build import export_bundle
 from dflash_export.build_plan import BuildOptions, plan_build
+from dflash_export.build_stages import hash_plan, open_stages
 from dflash_export.drafter_gate import DrafterGate
 from dflash_export.evidence import gate_prompts
 from dflash_export.gate import check_portable, fits_memory
+from dflash_export.memory_release import return_large_blocks
 from dflash_export.parity import PrecisionPasses, require_passed
-from dflash_export.staging import check_output_place, clear_leftovers, staged_folder
+from dflash_export.staging import check_output_place, clear_leftovers, resumable_folder, staged_folder, take_place
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle, CheckRow, Manifest, write_text_atomically
 from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.session import Session
@@ -56,16 +59,23 @@ def build(
         engine_options: TensorRT engines to build on top, one set for each kind of GPU.
 
     Raises:
-        DFlashError: anything the user can mend; nothing is left behind.
+        DFlashError: anything the user can mend; nothing is left behind. A build that is killed or interrupted leaves
+            what it has done beside `out`, and the same build goes on from there.
     """
     started = time.monotonic()
+    return_large_blocks()
     plan = plan_build(options)
     for one in engine_options:
         check_buildable(one, plan.target.precision)
+    check_output_place(out, 0)
+    plan.settle_weights(out)
     check_output_place(out, plan.needed_bytes)
-    with staged_folder(out) as root:
-        manifest = export_bundle(plan, root, progress)
-        rows, evidence = check_portable(root, manifest, plan, _passes(backend), progress)
+    made_by = hash_plan([dataclasses.asdict(options), backend, list(map(repr, engine_options)), sys.argv], plan.files())
+    with resumable_folder(out) as staging:
+        root, stages, note = open_stages(staging, made_by)
+        plan.notes += [note] if note else []
+        manifest = export_bundle(plan, root, progress, stages)
+        rows, evidence = check_portable(root, manifest, plan, _passes(backend), progress, stages)
         require_passed(rows)
         if backend != "none":
             _lower(root, progress)
@@ -87,6 +97,7 @@ def build(
             require_passed(rows)
             engines = [build_engines(Bundle.open(root, check_files=False), one, progress) for one in engine_options]
         _conclude(root, manifest, rows)
+        take_place(root, out)
     engines = [dataclasses.replace(one, folder=out / one.folder.relative_to(root)) for one in engines]
     return dataclasses.replace(_report(out, started, plan.notes), engines=engines)
 
@@ -159,7 +170,7 @@ def lower_target_part(model: ir.Model) -> ir.Model:
 
 def _lower(root: Path, progress: Progress) -> None:
     progress("lower", 0, 1)
-    lower_bundle(root)
+    lower_bundle(Bundle.open(root, check_files=False))
     progress("lower", 1, 1)
 
 

@@ -42,6 +42,8 @@ from dflash_tools.sampling_options import sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @click.option("--backend", default="ort-cpu", show_default=True, help="What executes the graphs.")
 @click.option("--threads", type=int, metavar="N", help="CPU threads. [default: the backend chooses]")
+@click.option("--cuda-graphs/--no-cuda-graphs", default=None,
+              help="On a GPU: enqueue each cycle as one CUDA graph. [default: where the backend is known to allow it]")
 def command(
     bundle: Path,
     prompt: str | None,
@@ -54,6 +56,7 @@ def command(
     as_json: bool,
     backend: str,
     threads: int | None,
+    cuda_graphs: bool | None,
     **sampling: Any,
 ) -> None:
     """Answers PROMPT with BUNDLE. A PROMPT of -, or none while something is piped in, is read from standard input.
@@ -72,7 +75,7 @@ def command(
         **sampling,
     )
     question: Prompt = read_token_ids(text) if ids else text
-    with Session.open(bundle, backend=backend, threads=threads) as session:
+    with Session.open(bundle, backend=backend, threads=threads, cuda_graphs=cuda_graphs) as session:
         _tell_settings(session, backend, config, uses_template=not (ids or raw))
         picked = pick_block_size(session.bundle, config, backend, threads, _prompt_tokens(session, question))
         _tell(picked.reason or "")

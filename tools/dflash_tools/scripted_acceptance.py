@@ -1,8 +1,8 @@
 """Acceptance by script: the drafter does its work, then its proposals are replaced so that a wanted number is accepted.
 
 For measuring the speed of a pair whose drafter is not trained, and of two engines at the same acceptance. Never more
-than a measurement: the script has to know the answer. It cannot measure a backend that verifies a block while it drafts
-it, because other proposals have to be verified once more.
+than a measurement: the script has to know the answer. It cannot measure a backend that drafts and accepts without
+the host, because nothing stands between the two.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dflash_runtime.backend import Backend
 
 SCRIPTABLE_BACKENDS = ("ort-cpu",)
-"""Backends that verify when they are told to, so that replaced proposals cost what drafted ones do."""
+"""Backends whose proposals pass through the host."""
 
 
 class AcceptanceScript:

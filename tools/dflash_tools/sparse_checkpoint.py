@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -111,8 +112,9 @@ def _fill(
     noise: npt.NDArray[Any],
     dense_layers: Collection[int],
 ) -> None:
-    """Writes what is not a hole of one tensor."""
+    """Writes what is not a hole of one tensor; no two tensors begin at the same place of the noise."""
     layer = _LAYER.search(name)
+    noise = np.roll(noise, -(zlib.crc32(name.encode()) % noise.size))
     if len(shape) == 1:
         wide = np.resize(_wide(noise), shape[0]) * np.float32(0.3) + np.float32(name.endswith("norm.weight"))
         stream.seek(start_bytes)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
 from dflash_runtime.backend import Backend
+from dflash_runtime.cycles import Cycles, Round
 
 STAGES = ("draft", "verify", "context", "host")
 """Parts of a cycle. Context: the drafter's context append; host: everything between calls of the backend."""
@@ -27,10 +29,7 @@ class Call:
 
 
 class TimedBackend:
-    """Passes every call on and keeps its times, for the request since the last `reset`.
-
-    A backend that verifies a block while it drafts it, and waits once, shows the whole cycle as draft.
-    """
+    """Passes every call on and keeps its times, for the request since the last `reset`."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -80,6 +79,37 @@ class TimedBackend:
 
     def _note(self, name: str, rows: int, started_s: float) -> None:
         self.calls.append(Call(name, rows, started_s, time.perf_counter()))
+
+
+class TimedCycles(TimedBackend):
+    """Of a backend that runs cycles itself: of each the host sees the wait for it, which counts as verify."""
+
+    def __init__(self, backend: Backend, cycles: Cycles) -> None:
+        super().__init__(backend)
+        self._cycles, self.cycles_ahead = cycles, cycles.cycles_ahead
+        self._blocks = deque[int]()
+
+    def start_cycles(self, anchor: int, position: int, limit: int, stop_ids: Collection[int]) -> None:
+        """See `Cycles.start_cycles`."""
+        self._blocks.clear()
+        self._cycles.start_cycles(anchor, position, limit, stop_ids)
+
+    def enqueue_cycle(self, block_size: int) -> None:
+        """See `Cycles.enqueue_cycle`."""
+        self._blocks.append(block_size)
+        self._cycles.enqueue_cycle(block_size)
+
+    def read_cycle(self) -> Round:
+        """See `Cycles.read_cycle`."""
+        started = time.perf_counter()
+        done = self._cycles.read_cycle()
+        self._note("verify", self._blocks.popleft(), started)
+        return done
+
+
+def timed(backend: Backend) -> TimedBackend:
+    """A backend with its times; it runs its own cycles where it can."""
+    return TimedCycles(backend, backend) if isinstance(backend, Cycles) else TimedBackend(backend)
 
 
 @dataclasses.dataclass(frozen=True)

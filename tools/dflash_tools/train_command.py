@@ -30,7 +30,11 @@ def _read_taps(ctx: click.Context, parameter: click.Parameter, value: str | None
 @click.command("train-drafter", cls=DFlashCommand, short_help="Train a drafter on a target's own answers.")
 @click.option("--target", required=True, help="Catalog name, Hugging Face id (a revision after @), or folder.")
 @click.option(
-    "--data", type=click.Path(path_type=Path), required=True, help="Answers: a file, or a folder made by make-data."
+    "--data",
+    type=click.Path(path_type=Path),
+    required=True,
+    multiple=True,
+    help="Answers: a file, or a folder made by make-data; repeatable.",
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the drafter's checkpoint.")
 @click.option("--from", "earlier", metavar="DRAFTER", help="Start with this drafter's weights, layers and taps.")

@@ -98,13 +98,29 @@ def read_answers(data: Path, *, vocab_size: int, max_text_tokens: int, num_held_
             continue
         texts.append(Answer(prompt, answer))
         digest.update(json.dumps([prompt, answer]).encode())
+    return split_answers(texts, digest.hexdigest(), left_out, num_held_out, str(path))
+
+
+def split_answers(texts: Sequence[Answer], sha256: str, num_left_out: int, num_held_out: int, where: str) -> Answers:
+    """Chooses the texts to hold out.
+
+    Args:
+        texts: All usable ones.
+        sha256: Of them.
+        num_left_out: Unusable ones.
+        num_held_out: Texts to keep for measuring.
+        where: Their place, for messages.
+
+    Raises:
+        CheckpointError: none would be left to train on.
+    """
     held_out = _held_out(texts, num_held_out)
     if len(texts) <= len(held_out):
         raise CheckpointError(
-            f"{path} has {len(texts)} usable texts and {num_held_out} are to be held out; none would be left to train "
+            f"{where} has {len(texts)} usable texts and {num_held_out} are to be held out; none would be left to train "
             "on. Give more data or a smaller --held-out."
         )
-    return Answers(tuple(texts), held_out, digest.hexdigest(), left_out)
+    return Answers(tuple(texts), held_out, sha256, num_left_out)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

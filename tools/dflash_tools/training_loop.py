@@ -26,11 +26,11 @@ from dflash_tools.training_blocks import (
     seeded_generator,
 )
 from dflash_tools.training_checkpoint import TrainingState
+from dflash_tools.training_data import JoinedTaps
 from dflash_tools.training_evaluation import right_prefixes, walk_rounds
 from dflash_tools.training_loss import head_loss
 from dflash_tools.training_processes import Processes
 from dflash_tools.training_schedule import TextOrder, learning_rate
-from dflash_tools.training_taps import CachedTaps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Training:
     """
 
     def __init__(
-        self, drafter: Drafter, answers: Answers, taps: CachedTaps, recipe: Recipe, processes: Processes
+        self, drafter: Drafter, answers: Answers, taps: JoinedTaps, recipe: Recipe, processes: Processes
     ) -> None:
         self._drafter, self._answers, self._taps = drafter.to(processes.device), answers, taps
         self._recipe, self._processes = recipe, processes

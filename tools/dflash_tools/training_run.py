@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,17 @@ import torch
 
 from dflash_export.drafter import Drafter
 from dflash_export.drafter_data_record import DATA_RECORD
-from dflash_export.json_file import read_json
 from dflash_export.tap_rule import default_target_layer_ids
 from dflash_export.text_files import read_text_facts
 from dflash_export.weight_store import TORCH_DTYPES
 from dflash_runtime.bundle import write_text_atomically
 from dflash_runtime.errors import CheckpointError, OutputError
 from dflash_tools.acceptance import MeanAcceptance
-from dflash_tools.answer_writing import FACTS_FILE
 from dflash_tools.new_drafter import check_taps, drafter_config_json, make_drafter, round_parameters, write_drafter
 from dflash_tools.peak_memory import own_peak_bytes
-from dflash_tools.training_answers import Answers, read_answers
+from dflash_tools.training_answers import Answers
 from dflash_tools.training_checkpoint import STATE_FILE, load_state, save_state
+from dflash_tools.training_data import JoinedTaps, data_record, join_parts, read_parts
 from dflash_tools.training_loop import Pace, Recipe, Training, run_training
 from dflash_tools.training_mask_id import choose_mask_token_id, read_token_facts
 from dflash_tools.training_processes import Processes, half_precision_pays
@@ -41,7 +41,8 @@ class TrainOptions:
     """What the user asked for; None means the default."""
 
     target: str
-    data: Path
+    data: tuple[Path, ...]
+    """Files of answers, or folders made by `make-data`."""
     out: Path
     num_layers: int | None = None
     block_size: int | None = None
@@ -100,10 +101,8 @@ def train(options: TrainOptions, processes: Processes, progress: TrainingProgres
     """
     plan = find_target(options.target)
     text = plan.config.get_text_config()
-    answers = read_answers(
-        options.data, vocab_size=int(text.vocab_size), max_text_tokens=_text_limit(options, text),
-        num_held_out=options.num_held_out,
-    )  # fmt: skip
+    parts = read_parts(options.data, vocab_size=int(text.vocab_size), max_text_tokens=_text_limit(options, text))
+    answers, record = join_parts(parts, options.num_held_out), data_record(options.data)
     earlier = None if options.earlier is None else read_earlier_drafter(options.earlier)
     shape = settle_shape(
         earlier, num_layers=options.num_layers, block_size=options.block_size, layer_ids=options.layer_ids,
@@ -118,7 +117,7 @@ def train(options: TrainOptions, processes: Processes, progress: TrainingProgres
     work = _work_folder(options)
     target = FrozenTarget.load(plan, processes.device)
     facts = TapFileFacts(answers.sha256, target_digest(plan), tuple(layer_ids), len(layer_ids) * int(text.hidden_size))
-    taps = _taps(options, work, answers, facts, target, processes, progress)
+    taps = _taps(options, work, parts, facts, target, processes, progress)
     drafter = make_drafter(config, *target.tables(), options.seed)
     if earlier is not None:
         start_from_drafter(drafter, earlier)
@@ -144,6 +143,8 @@ def train(options: TrainOptions, processes: Processes, progress: TrainingProgres
     acceptance, count = None, 0
     if complete and processes.first:
         acceptance, count = _write(options, config, drafter, training)
+        if record is not None:
+            write_text_atomically(options.out / DATA_RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return _result(options, answers, training, recipe, config, settings, complete, acceptance, count)
 
 
@@ -175,17 +176,21 @@ def _work_folder(options: TrainOptions) -> Path:
 
 
 def _taps(
-    options: TrainOptions, work: Path, answers: Answers, facts: TapFileFacts, target: FrozenTarget,
+    options: TrainOptions, work: Path, parts: Sequence[Answers], facts: TapFileFacts, target: FrozenTarget,
     processes: Processes, progress: TrainingProgress,
-) -> CachedTaps:  # fmt: skip
+) -> JoinedTaps:  # fmt: skip
     """The cache beside the data where `make-data` left one that fits, else one of this training."""
-    shared = options.data if options.data.is_dir() else work
-    folder = shared if is_cached(shared, answers, facts) else work
-    if processes.first and not is_cached(folder, answers, facts):
-        progress.say_tap_size(cache_bytes(answers, facts.row_values), len(answers.texts))
-        cache_taps(folder, answers, facts, lambda ids: target.taps(ids, facts.layer_ids), progress.stage)
-    processes.first_says(True)  # the others wait here until the cache is there
-    return CachedTaps(folder, answers, facts.row_values)
+    caches = []
+    for number, (place, part) in enumerate(zip(options.data, parts, strict=True)):
+        own = dataclasses.replace(facts, answers_sha256=part.sha256)
+        folder = place if place.is_dir() and is_cached(place, part, own) else work / str(number)
+        if processes.first and not is_cached(folder, part, own):
+            folder.mkdir(exist_ok=True)
+            progress.say_tap_size(cache_bytes(part, own.row_values), len(part.texts))
+            cache_taps(folder, part, own, lambda ids: target.taps(ids, facts.layer_ids), progress.stage)
+        processes.first_says(True)  # the others wait here until the cache is there
+        caches.append(CachedTaps(folder, part, own.row_values))
+    return JoinedTaps(parts, caches)
 
 
 def _recipe(options: TrainOptions, answers: Answers, processes: Processes) -> Recipe:
@@ -206,20 +211,11 @@ def _write(
     round_parameters(drafter, dtype)
     acceptance = training.held_out_acceptance()
     count = write_drafter(options.out, config, drafter, dtype)
-    _write_data_record(options)
     with torch.no_grad():  # the state goes on with the unrounded ones
         for name, parameter in drafter.named_parameters():
             if name in trained:
                 parameter.copy_(trained[name])
     return acceptance, count
-
-
-def _write_data_record(options: TrainOptions) -> None:
-    """How `make-data` made the answers, where it did, without the target's place on this machine."""
-    facts = options.data / FACTS_FILE
-    if facts.is_file():
-        record = {key: value for key, value in read_json(facts).items() if key != "target"}
-        write_text_atomically(options.out / DATA_RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
 def _result(

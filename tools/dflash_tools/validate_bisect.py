@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from dflash_engines.portable_graph import load_portable
 from dflash_runtime.bundle import Bundle
 from dflash_tools.debug_graphs import PORTABLE, ancestors, inner_values, open_debug_probe
 from dflash_tools.reference_calls import capacity_rows
@@ -47,7 +48,7 @@ def look_inside(bundle: Bundle, reference: Reference, backend: str, precision: s
         calls = run_calls(probe, reference, bounds, bad.call.sequence)
         seen = next(result for result in calls if result.number == bad.number)
         if any(one.is_wrong and is_output(one.name) for one in seen.compared):
-            model = ir.load(bundle.file(bundle.manifest.graph_files()[bad.call.graph]))  # type: ignore[index]
+            model = load_portable(bundle, bundle.manifest.graph_files()[bad.call.graph])  # type: ignore[index]
             return _first_inside(seen, reference, model, f"debug engine ({probe.name})"), ", ".join(asked)
     return None, ", ".join(asked)
 

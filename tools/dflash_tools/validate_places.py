@@ -45,7 +45,7 @@ CAUSES = {
     "are rotated; stale or missing cache rows where only calls after others are wrong",
     "attention output": "the output projection's weight, bias or scale",
     "MLP": "a weight, bias or scale of the MLP, or its activation",
-    "residual": "what is added to the residual stream, or a scale on it",
+    "residual": "what is added to the residual stream (experts and routers show here), or a scale on it",
     "tap": "taps of other layers, in another order, or read before or after the wrong norm",
     "context": "the fusing matrix or its norm, or taps concatenated in another order",
     "head": "the output head's weight or bias, its tie to the embedding, soft-capping",
