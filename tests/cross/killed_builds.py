@@ -42,7 +42,8 @@ def bytes_of(folder: Path) -> dict[str, str]:
 
 def main() -> None:
     """See the module."""
-    checkpoints, folder, moments, mode, precision = *map(Path, sys.argv[1:3]), int(sys.argv[3]), *sys.argv[4:6]
+    checkpoints, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    moments, mode, precision = int(sys.argv[3]), sys.argv[4], sys.argv[5]
     options = BuildOptions(
         str(checkpoints / "target"), str(checkpoints / "drafter"), precision=precision, weights_copy=mode, gate="layers"
     )
