@@ -21,6 +21,7 @@ from dflash_export.real_rotary import make_rotary_real
 from dflash_export.refusals import refuse_by_config, refuse_by_modules, refuse_own_attention
 from dflash_export.rope_limits import freeze_rope
 from dflash_export.trace_hooks import ATTENTION_NAME, ONNX_OPSET, LayerState, RowsCache, TraceState, tracing
+from dflash_export.trace_share import TraceShare
 from dflash_export.weight_store import Progress
 from dflash_runtime.errors import DFlashError, UnsupportedModelError
 
@@ -127,7 +128,7 @@ def trace_target(config: PreTrainedConfig, dtype: torch.dtype, progress: Progres
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with refusing_by_name(causal_lm_class(config).__name__):
         model, layers = prepare_target(config, dtype, fake)
-        share = _TraceShare(progress, num_layers)
+        share = TraceShare(progress, num_layers)
         program = _export(model, num_layers, layers, dtype, fake, share.layer_passed)
     share.captured()
     names = _parameter_names(model)
@@ -220,25 +221,6 @@ def _export(model: nn.Module, num_layers: int, layers: list[LayerState], dtype: 
         "past": [({2: dynamic}, {2: dynamic}) for _ in layers],
     }
     return export_quietly(_TargetForTrace(model, num_layers, on_layer), example, shapes)
-
-
-class _TraceShare:
-    """How far a trace is, in layers: about half of its time passes in the layers, a third in translating them."""
-
-    def __init__(self, progress: Progress | None, num_layers: int) -> None:
-        self._tell, self._layers, self._passed = progress or (lambda *_: None), num_layers, 0
-        self._tell("trace target", 0, 6 * num_layers)
-
-    def layer_passed(self) -> None:
-        """The tracer may run the model several times."""
-        self._passed = min(self._passed + 1, 3 * self._layers)
-        self._tell("trace target", self._passed, 6 * self._layers)
-
-    def captured(self) -> None:
-        self._tell("trace target", 5 * self._layers, 6 * self._layers)
-
-    def finished(self) -> None:
-        self._tell("trace target", 6 * self._layers, 6 * self._layers)
 
 
 def export_quietly(module: nn.Module, example: dict[str, Any], dynamic_shapes: dict[str, Any]) -> Any:

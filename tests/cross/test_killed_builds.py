@@ -70,7 +70,7 @@ def test_a_killed_build_goes_on_to_the_same_bytes(
 ) -> None:
     checkpoints = once(f"{MAIN.name}-checkpoints", MAIN.write)
     script = Path(__file__).parent / "killed_builds.py"
-    command = [sys.executable, script, checkpoints, tmp_path, str(moments), mode, precision]
+    command = [sys.executable, str(script), str(checkpoints), str(tmp_path), str(moments), mode, precision]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("same=True") == moments

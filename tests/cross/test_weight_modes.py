@@ -24,6 +24,7 @@ from dflash_engines.portable_graph import load_portable
 from dflash_engines.tensorrt_network import make_network
 from dflash_engines.tensorrt_versions import row_for
 from dflash_export import weight_links
+from dflash_export.tensor_files import TensorPlace
 from dflash_runtime import Bundle, GenerationConfig, OutputError, Session
 from dflash_tools.pipeline import build
 
@@ -39,7 +40,8 @@ def _write(folder: Path) -> None:
     blobs.mkdir()
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(target / "model.safetensors").items()}
     (target / "model.safetensors").unlink()
-    names, weight_map = sorted(tensors), {}
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
     for number, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), 1):
         file = f"model-{number:05}-of-00002.safetensors"
         save_file({name: tensors[name].contiguous() for name in part}, blobs / f"blob{number}", {"format": "pt"})
@@ -80,7 +82,7 @@ def _own_bytes(bundle: Path) -> int:
 
 def _say(bundle: Path) -> list[int]:
     with Session.open(bundle, threads=1) as session:
-        return session.generate([5, 17, 3], GenerationConfig(16, stop_token_ids=[])).token_ids
+        return session.generate([5, 17, 3], GenerationConfig(max_new_tokens=16, stop_token_ids=[])).token_ids
 
 
 def test_every_reader_takes_the_graphs(bundle: Path) -> None:
@@ -176,13 +178,13 @@ def test_links_that_cannot_be_made(once: Once, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OutputError, match=r"cannot be linked into .*: Invalid cross-device link. Choose an --out"):
         build(options, tmp_path / "b", "none", quiet)
     assert list(tmp_path.iterdir()) == []
-    places = {"w": weight_links.TensorPlace(checkpoints / "blobs/blob1", 0, 8, "BF16", (4,))}
+    places = {"w": TensorPlace(checkpoints / "blobs/blob1", 0, 8, "BF16", (4,))}
     assert weight_links.settle_weights("auto", places, "BF16", tmp_path / "b") == ("copy", "")
 
 
 def test_projections_stored_apart_are_copied_in_fp32(tmp_path: Path) -> None:
-    def place(offset: int) -> weight_links.TensorPlace:
-        return weight_links.TensorPlace(tmp_path / "f", offset, 16, "F32", (2, 2))
+    def place(offset: int) -> TensorPlace:
+        return TensorPlace(tmp_path / "f", offset, 16, "F32", (2, 2))
 
     (tmp_path / "f").write_bytes(bytes(64))
     names = [f"model.layers.0.self_attn.{letter}_proj.weight" for letter in "qkv"]

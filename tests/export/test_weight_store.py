@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_export.tensor_files import read_tensor_places
+from dflash_export import weight_store
+from dflash_export.tensor_files import read_header, read_tensor_places
 from dflash_export.weight_store import store_weights
 from dflash_runtime.bundle import sha256_of
 from dflash_runtime.errors import CheckpointError, OutputError
@@ -68,3 +70,35 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, limit_bytes: int) -> Non
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_file_that_was_cut_off_goes_on_where_its_bytes_can_be_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    save_file({f"w{i}": torch.randn(64, 8) for i in range(6)}, tmp_path / "s.safetensors")
+    places = read_header(tmp_path / "s.safetensors")
+    whole = store_weights(tmp_path / "whole", "w.safetensors", places, "BF16", _quiet)
+    monkeypatch.setattr(weight_store, "_NOTE_BYTES", 1)
+    record, file = tmp_path / "record.json", tmp_path / "w.safetensors"
+
+    def cut_off_after(num_calls: int) -> list[int]:
+        calls: list[int] = []
+
+        def progress(stage: str, done: int, total: int) -> None:
+            calls.append(done)
+            if len(calls) == num_calls:
+                raise KeyboardInterrupt
+
+        with contextlib.suppress(KeyboardInterrupt):
+            stored = store_weights(tmp_path, "w.safetensors", places, "BF16", progress, record=record)
+            assert stored == whole
+        return calls
+
+    assert len(cut_off_after(4)) == 4
+    assert len(cut_off_after(99)) == 3  # the fourth tensor was not noted yet
+    assert file.read_bytes() == (tmp_path / "whole" / "w.safetensors").read_bytes()
+    cut_off_after(0)
+    file.write_bytes(file.read_bytes()[:-600] + b"?" * 600)
+    assert len(cut_off_after(99)) == 6  # damage is not trusted: all of it again
+    assert file.read_bytes() == (tmp_path / "whole" / "w.safetensors").read_bytes()
