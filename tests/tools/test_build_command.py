@@ -85,6 +85,31 @@ def test_refusals_come_before_any_work(invoke: Invoke, target: Path, tmp_path: P
     assert not (tmp_path / "x").exists()
 
 
+def test_engines_of_a_gpu_come_with_the_build(invoke: Invoke, target: Path, tmp_path: Path) -> None:
+    common = ("--target", target, "--max-context", 64)
+    built = invoke("build", *common, "--out", tmp_path / "c", "--precision", "bf16", "--backend", "ort-cuda")
+    assert built.exit_code == 0, built.stderr
+    record = json.loads((tmp_path / "c" / "engines" / "ort-cuda" / "engine.json").read_text(encoding="utf-8"))
+    assert record["execution_precision"] == "bf16"
+    refused = invoke("build", *common, "--out", tmp_path / "x", "--precision", "fp32", "--backend", "ort-cuda")
+    assert refused.exit_code == 1 and "--precision bf16" in refused.stderr
+    for option in (("--fp32-residuals",), ("--max-build-memory", "2GB"), ("--compute-capability", "8.9")):
+        assert invoke("build", *common, "--out", tmp_path / "x", *option).exit_code == 2
+    assert not (tmp_path / "x").exists()
+
+
+def test_build_takes_the_options_of_engines(invoke: Invoke, target: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    done = invoke(
+        "build", "--target", target, "--out", tmp_path / "b", "--max-context", 64, "--precision", "bf16", "--backend",
+        "tensorrt-rtx", "--compute-capability", "8.9", "--prefill-chunk", 16, "--fp32-residuals", "--weights", "shared",
+        "--max-build-memory", "4GB", "--json",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    record = json.loads((tmp_path / "b" / "engines" / "tensorrt-rtx-sm89" / "engine.json").read_text(encoding="utf-8"))
+    assert record["prefill_chunk_tokens"] == 16 and record["weights_mode"] == "shared"
+
+
 def test_a_random_drafter_has_the_public_format(target: Path, tmp_path: Path) -> None:
     public, ours = tmp_path / "public", tmp_path / "ours"
     config = AutoConfig.from_pretrained(target)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from dflash_tools.build_report import print_report
+from dflash_tools.engine_options import (
+    TENSORRT,
+    engine_builder,
+    engine_orders,
+    given_tensorrt_options,
+    tensorrt_options,
+)
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.option_values import read_template_args
 from dflash_tools.progress import ProgressLine
-
-TENSORRT = ("tensorrt", "tensorrt-rtx")
 
 
 @click.command("build", cls=DFlashCommand, short_help="Export checkpoints into a checked bundle.")
@@ -67,18 +73,12 @@ TENSORRT = ("tensorrt", "tensorrt-rtx")
 )
 @click.option(
     "--backend",
-    type=click.Choice(["ort-cpu", "tensorrt", "tensorrt-rtx", "none"]),
+    type=click.Choice(["ort-cpu", "ort-cuda", *TENSORRT, "none"]),
     default="ort-cpu",
     show_default=True,
-    help="What to make engines for; TensorRT's come on top of ort-cpu's graphs.",
+    help="What to make engines for; those of a GPU come on top of ort-cpu's graphs.",
 )
-@click.option(
-    "--compute-capability",
-    "capabilities",
-    multiple=True,
-    metavar="X.Y",
-    help="TensorRT-RTX: the kind of GPU, as 8.9; repeatable. [default: the GPU here]",
-)
+@tensorrt_options
 @click.option(
     "--gate",
     type=click.Choice(["auto", "full", "layers"]),
@@ -109,11 +109,11 @@ def command(
     max_context: int | None,
     template_args: tuple[str, ...],
     backend: str,
-    capabilities: tuple[str, ...],
     gate: str,
     weights_copy: str,
     offline: bool,
     as_json: bool,
+    **engine_values: Any,
 ) -> None:
     """Exports TARGET, and DRAFTER where there is one, into a bundle, and checks every step against PyTorch.
 
@@ -122,7 +122,6 @@ def command(
     """
     arguments = read_template_args(template_args)
     with needs_extra("export"):
-        from dflash_engines.tensorrt_plan import EngineOptions
         from dflash_export.build_plan import BuildOptions
         from dflash_export.quantization import quantize_options
         from dflash_tools.pipeline import build
@@ -140,12 +139,18 @@ def command(
             quantize, quantize_head, quantize_drafter, int(group_size), symmetric=not asymmetric
         ),
     )
-    engines = [EngineOptions(backend, one) for one in capabilities or (None,)] if backend in TENSORRT else []
-    if capabilities and not engines:
-        raise click.UsageError("--compute-capability is for TensorRT only.")
+    given = given_tensorrt_options(engine_values)
+    if given and backend not in TENSORRT:
+        raise click.UsageError(f"{', '.join(given)}: for TensorRT only.")
+    engines: dict[str, Any] = {}
+    if backend in TENSORRT:
+        with needs_extra(backend):
+            orders = engine_orders(backend, engine_values, (), None)
+            engines = {"engine_options": orders, "build_engine": engine_builder(engine_values)}
+    lowered = backend if backend in ("ort-cpu", "none") else "ort-cpu"
     with ProgressLine() as progress:
         report = build(
-            options, out or default_folder(target), "ort-cpu" if engines else backend, progress, engine_options=engines
+            options, out or default_folder(target), lowered, progress, for_cuda=backend == "ort-cuda", **engines
         )
     print_report(report, as_json=as_json)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from dflash_engines import ort_cuda
 from dflash_engines.half_precision import emulate_half, to_fp32
 from dflash_engines.ort_cpu import lower_bundle, lower_model
 from dflash_engines.tensorrt_engines import BuiltEngines, build_engines, check_buildable
@@ -26,11 +27,13 @@ from dflash_export.memory_release import return_large_blocks
 from dflash_export.parity import PrecisionPasses, require_passed
 from dflash_export.staging import check_output_place, clear_leftovers, resumable_folder, staged_folder, take_place
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle, CheckRow, Manifest, write_text_atomically
+from dflash_runtime.errors import EngineError
 from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.session import Session
 from dflash_tools.lowered_check import check_fused, check_lowered, check_perplexity
 
 Progress = Callable[[str, int, int], None]
+EngineBuilder = Callable[[Bundle, EngineOptions, Progress], BuiltEngines]
 CHECKED_TOKENS = 24
 
 
@@ -47,7 +50,14 @@ class BuildReport:
 
 
 def build(
-    options: BuildOptions, out: Path, backend: str, progress: Progress, engine_options: Sequence[EngineOptions] = ()
+    options: BuildOptions,
+    out: Path,
+    backend: str,
+    progress: Progress,
+    engine_options: Sequence[EngineOptions] = (),
+    build_engine: EngineBuilder = build_engines,
+    *,
+    for_cuda: bool = False,
 ) -> BuildReport:
     """Checkpoints to a checked bundle at `out`.
 
@@ -57,6 +67,8 @@ def build(
         backend: `ort-cpu`, or `none` for portable graphs only.
         progress: Called with stage, done, total.
         engine_options: TensorRT engines to build on top, one set for each kind of GPU.
+        build_engine: Builds one set.
+        for_cuda: Lower the graphs for ONNX Runtime's CUDA provider too.
 
     Raises:
         DFlashError: anything the user can mend; nothing is left behind. A build that is killed or interrupted leaves
@@ -67,6 +79,8 @@ def build(
     plan = plan_build(options)
     for one in engine_options:
         check_buildable(one, plan.target.precision)
+    if for_cuda and plan.target.precision == "fp32":
+        raise EngineError("ort-cuda computes in fp16 or bf16, and this is an fp32 bundle. Give --precision bf16.")
     check_output_place(out, 0)
     plan.settle_weights(out)
     check_output_place(out, plan.needed_bytes)
@@ -95,7 +109,9 @@ def build(
         if engine_options:
             rows += _check_networks(root, progress)
             require_passed(rows)
-            engines = [build_engines(Bundle.open(root, check_files=False), one, progress) for one in engine_options]
+            engines = [build_engine(Bundle.open(root, check_files=False), one, progress) for one in engine_options]
+        if for_cuda:
+            ort_cuda.lower_bundle(Bundle.open(root, check_files=False), None, progress)
         _conclude(root, manifest, rows)
         take_place(root, out)
     engines = [dataclasses.replace(one, folder=out / one.folder.relative_to(root)) for one in engines]
