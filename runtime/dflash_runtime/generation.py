@@ -11,7 +11,7 @@ from dflash_runtime.errors import PromptError
 from dflash_runtime.sampling import Sampling
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class GenerationConfig(Sampling):
     """Options of one request; those of `Sampling` say how tokens are chosen."""
 
