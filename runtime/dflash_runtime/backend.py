@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import BackendError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _EXTRAS = {"ort-cpu": "ort", "ort-cuda": "ort-gpu", "tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt-rtx"}
 """Backend -> the extra that brings what it needs."""

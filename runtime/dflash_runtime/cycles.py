@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from dflash_runtime.backend import Backend
-from dflash_runtime.sampling import TokenChooser
+
+if TYPE_CHECKING:
+    from dflash_runtime.sampling import TokenChooser
 
 
 class Round(NamedTuple):

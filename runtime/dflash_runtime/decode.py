@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from dflash_runtime.backend import Backend
 from dflash_runtime.cycles import Cycles, HostCycles, Round
 from dflash_runtime.errors import NumericsError
-from dflash_runtime.sampling import TokenChooser
+
+if TYPE_CHECKING:
+    from dflash_runtime.sampling import TokenChooser
 
 
 def decode(

@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_runtime.bundle import Manifest
 from dflash_runtime.errors import PromptError
-from dflash_runtime.sampling import Sampling
+from dflash_runtime.sampling_config import Sampling
 
 
 @dataclasses.dataclass(frozen=True)

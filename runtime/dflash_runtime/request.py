@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from dflash_runtime.backend import Backend
 from dflash_runtime.bundle import Manifest
@@ -11,9 +12,11 @@ from dflash_runtime.cycles import Round
 from dflash_runtime.decode import decode
 from dflash_runtime.errors import PromptError
 from dflash_runtime.generation import GenerationConfig, GenerationResult
-from dflash_runtime.sampling import TokenChooser
 from dflash_runtime.text_stream import TextStream
 from dflash_runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dflash_runtime.sampling import TokenChooser
 
 
 class TextPieces(Iterator[str]):
@@ -25,8 +28,7 @@ class TextPieces(Iterator[str]):
     ) -> None:
         self._facts = len(prompt_ids), backend.name, config.fixed_block_size(manifest)
         stop_ids = manifest.text.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
-        sampled = config.needs_logits
-        self._chooser = TokenChooser(config, prompt_ids, manifest.target.vocab_size) if sampled else None
+        self._chooser = _chooser(config, prompt_ids, manifest) if config.needs_logits else None
         self._rounds = decode(
             backend, prompt_ids,
             max_new_tokens=config.max_new_tokens, max_context_tokens=manifest.max_context_tokens,
@@ -98,3 +100,9 @@ class TextPieces(Iterator[str]):
             self._rounds.close()
         self._done.append(Round(done.committed[:taken], done.proposed, reason))
         return text
+
+
+def _chooser(config: GenerationConfig, prompt_ids: list[int], manifest: Manifest) -> TokenChooser:
+    from dflash_runtime.sampling import TokenChooser  # NumPy is for those who run something
+
+    return TokenChooser(config, prompt_ids, manifest.target.vocab_size)

@@ -207,7 +207,6 @@ class Block:
         if name.partition(".")[0] in {blocked!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Block())
-from dflash_tools.architecture_check import config_classes, write_checkpoint
 from dflash_tools.cli import main
 main(["validate", {bundle!r}, "--json", "--level", "graph", "--level", "state", "--level", "tokens"])
 """
