@@ -87,6 +87,7 @@ def _interrupted(options: BuildOptions, out: Path, stage: str) -> None:
         build(options, out, "ort-cpu", stop)
 
 
+@pytest.mark.slow
 def test_finished_stages_are_kept_and_another_plan_begins_anew(
     once: Once, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

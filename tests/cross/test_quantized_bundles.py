@@ -49,7 +49,13 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+_SLOW = ("int4-asymmetric-untied",)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ()) for name in CASES],
+)
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return CASES[request.param].build(tmp_path_factory.mktemp(request.param))
 
