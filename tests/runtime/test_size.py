@@ -50,7 +50,7 @@ def test_a_line_of_code_is_counted_once() -> None:
 
 def test_what_a_session_on_the_cpu_imports(tiny: Path) -> None:
     done = subprocess.run([sys.executable, "-c", GENERATE, str(tiny)], capture_output=True, text=True, check=True)
-    files = [Path(line) for line in done.stdout.split()]
+    files = [Path(line) for line in done.stdout.splitlines()]
     names = {file.stem for file in files}
     assert {"ort_cpu", "decode", "bundle", "session"} <= names
     assert not any(name.startswith(("device", "cuda", "tensorrt")) for name in names), names
