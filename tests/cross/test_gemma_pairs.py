@@ -37,7 +37,9 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+@pytest.mark.parametrize(
+    "pair", [pytest.param(p, marks=pytest.mark.slow if p.name == "gemma3" else (), id=p.name) for p in PAIRS]
+)
 def test_every_round_is_the_authors_with_the_factor(exported: Make, pair: Pair, tmp_path: Path) -> None:
     bundle = exported(pair)
     shutil.copytree(bundle.parent / "drafter", tmp_path / "drafter")

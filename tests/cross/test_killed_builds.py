@@ -112,6 +112,7 @@ def test_finished_stages_are_kept_and_another_plan_begins_anew(
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
+@pytest.mark.slow
 def test_damaged_remains_are_not_trusted(once: Once, tmp_path: Path) -> None:
     checkpoints = once(f"{MAIN.name}-checkpoints", MAIN.write)
     options, out = dataclasses.replace(MAIN.options(checkpoints), gate="layers"), tmp_path / "b"
