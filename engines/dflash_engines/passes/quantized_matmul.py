@@ -27,7 +27,7 @@ ACCURACY_LEVELS: dict[ActivationPrecision, int] = {"int8": 4, "fp32": 1}
 """MatMulNBits' attribute: what the activations of a product are rounded to, in groups as large as the weight's."""
 _BLOCKS = (32, 16)
 """Inputs in a block where the weight has one scale a row: activations are rounded block by block, so small ones are
-nearer. SmolLM2-135M in int8, blocks of 64, 32, 16: perplexity 11.31, 11.24, 11.22; in fp32 11.22."""
+nearer."""
 
 
 class QuantizedMatMulPass(ir.passes.InPlacePass):
