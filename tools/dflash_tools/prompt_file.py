@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_runtime.errors import PromptError
+from dflash_tools.text_lines import text_lines
 
 Messages = list[dict[str, Any]]
 
@@ -26,7 +27,7 @@ def read_prompts(path: Path, field: str) -> list[str | Messages]:
         PromptError: no such file, no prompts, or a line that holds none.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = text_lines(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"{path} cannot be read as a file of prompts ({error}).") from error
     plain = path.suffix == ".txt"
