@@ -238,16 +238,33 @@ def draft_without_cache(drafter: Drafter, taps: Tensor, input_ids: Tensor) -> tu
     Returns:
         hidden [B, b, H] after the final norm, logits [B, b - 1, V] of the slots after the anchor.
     """
-    C, b = taps.shape[1], input_ids.shape[1]
-    positions = torch.arange(C + b)[None, :].expand(input_ids.shape[0], -1)
-    context = drafter.context(taps, positions[:, :C])
+    positions = torch.arange(taps.shape[1])[None, :].expand(input_ids.shape[0], -1)
+    return draft_on_context(drafter, drafter.context(taps, positions), input_ids)
+
+
+@torch.no_grad()
+def draft_on_context(
+    drafter: Drafter, context: list[tuple[Tensor, Tensor]], input_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same over context rows that are given.
+
+    Args:
+        drafter: With real weights.
+        context: Per layer keys and values [B, kv_heads, C, D].
+        input_ids: [B, b] anchor, then mask ids; the anchor is at position C.
+
+    Returns:
+        As `draft_without_cache`.
+    """
+    C, b = context[0][0].shape[2], input_ids.shape[1]
+    positions = torch.arange(C, C + b)[None, :].expand(input_ids.shape[0], -1)
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys = torch.cat((context[layer][0], key), dim=2)
         values = torch.cat((context[layer][1], value), dim=2)
         return masked_attention(query, keys, values, drafter.config.layers[layer])
 
-    hidden = drafter.block(input_ids, positions[:, C:], attend)
+    hidden = drafter.block(input_ids, positions, attend)
     return hidden, drafter.logits(hidden[:, 1:])
 
 

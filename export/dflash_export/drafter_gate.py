@@ -20,13 +20,15 @@ from dflash_export.deviation import Array, Worst, deviation
 from dflash_export.drafter import Drafter, draft_without_cache, proposals_by_definition
 from dflash_export.drafter_build import DrafterPlan
 from dflash_export.drafter_weights import CODEBOOKS, EMBEDDING, HEAD, PREFIX, load_drafter, set_parameter
+from dflash_export.drafter_window_gate import Form, check_drafter_windows
+from dflash_export.evidence import RUN_WINDOW_TOKENS
 from dflash_export.graph_files import load_graph
 from dflash_export.graph_runner import GraphRunner
 from dflash_export.parity import EXACT_TOLERANCE, ROUNDED_FACTOR, PrecisionPasses, serialise
 from dflash_export.piecewise_runner import PiecewiseGraph
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
 from dflash_export.weight_values import BundleWeights, read_weight, weights_as_float32
-from dflash_runtime.bundle import CheckRow, DrafterFacts, Manifest
+from dflash_runtime.bundle import CheckRow, DrafterFacts, GraphFacts, Manifest
 
 PIECEWISE_PARAMETERS = 1 << 26
 """A larger drafter is run piece by piece, its weights read as they are needed."""
@@ -69,7 +71,7 @@ class DrafterGate:
 
     def _rounds(self) -> list[_Round]:
         sizes = sorted({2, self.facts.block_size, *self.manifest.block_sizes})
-        windows = [w for w in self.plan.config.windows if w is not None and w <= 512]
+        windows = [w for w in self.plan.config.windows if w is not None and w <= RUN_WINDOW_TOKENS]
         starts = sorted({1, 9, *(w - 3 for w in windows), *(w + 7 for w in windows)})
         limit = self.manifest.max_context_tokens
         rounds = [_Round(start + 2 * i, size) for start in starts for i, size in enumerate(sizes)]
@@ -94,9 +96,12 @@ class DrafterGate:
         dtype = TORCH_DTYPES[PRECISIONS[self.manifest.precision]]
         exact_drafter = self.exact_drafter()
         expected = self._reference(exact_drafter, taps)
-        worst = self._compare(expected, taps, half=False)
+        worst = self._compare(expected, taps, "exact")
         covered = "rounds (context rows, block): " + ", ".join(f"({r.rows}, {r.block_size})" for r in self.rounds)
         rows = worst.rows("portable", EXACT_TOLERANCE, covered)
+        if self.passes.lower_drafter and self.token_rows is not None:  # else it is compared after it was written
+            rows += self._compare(expected, taps, "lowered").rows("lowered", EXACT_TOLERANCE, covered)
+        rows += self._check_windows(exact_drafter)
         if dtype is torch.float32:
             return rows
         del exact_drafter
@@ -105,8 +110,18 @@ class DrafterGate:
             for name, found, wanted in _pairs(one, two):
                 own.add(name, deviation(found, wanted))
         tolerances = {k: ROUNDED_FACTOR * v + EXACT_TOLERANCE for k, v in own.by_tensor.items()}
-        rounded = self._compare(expected, taps, half=True)
+        rounded = self._compare(expected, taps, "half")
         return rows + rounded.rows("precision", tolerances, f"{self.manifest.precision}, {covered}")
+
+    def _check_windows(self, exact_drafter: Drafter) -> list[CheckRow]:
+        limit = self.manifest.max_context_tokens
+        widths = sorted({w for w in self.plan.config.windows if w is not None and RUN_WINDOW_TOKENS < w < limit})
+        mask = self._row(self.facts.mask_token_id)
+        forms: list[Form] = ["exact", "lowered"] if self.passes.lower_drafter else ["exact"]
+        return check_drafter_windows(
+            exact_drafter, self.facts.graph.state, torch.full((1, self.facts.block_size), mask), widths, limit,
+            lambda form, capacity: self._open(self.facts.graph, form, capacity), forms,
+        )  # fmt: skip
 
     def _taps(self, given: Tensor | None) -> Tensor:
         width = next(int(t.shape[-1]) for t in self.facts.context_graph.inputs if t.name == "taps")
@@ -165,10 +180,10 @@ class DrafterGate:
             )
         return results
 
-    def _compare(self, expected: list[dict[str, Array]], taps: Tensor, *, half: bool) -> Worst:
+    def _compare(self, expected: list[dict[str, Array]], taps: Tensor, form: Form) -> Worst:
         worst = Worst()
-        context = self._open(self.facts.context_graph.file, half)
-        draft = self._open(self.facts.graph.file, half)
+        context = self._open(self.facts.context_graph, form, self.capacity)
+        draft = self._open(self.facts.graph, form, self.capacity)
         done = 0
         for r, reference in zip(self.rounds, expected, strict=True):
             # Rows past the committed ones hold what a rejected block left: the next append replaces them.
@@ -187,33 +202,32 @@ class DrafterGate:
             found = {"drafter context": np.stack(rows), "draft_logits": proposals["draft_logits"]}
             for name, one, two in _pairs(found, reference):
                 worst.add(name, deviation(one, two))
-            if not half:
+            if form != "half":
                 worst.add("draft_ids", float((proposals["draft_ids"] != reference["draft_ids"]).sum()))
             done = r.rows
         return worst
 
-    def _open(self, file: str, half: bool) -> GraphRunner | PiecewiseGraph:
-        facts = self.facts.graph if file == self.facts.graph.file else self.facts.context_graph
-        model = load_graph(self.root, self.manifest.weights, file)
+    def _open(self, facts: GraphFacts, form: Form, capacity: int) -> GraphRunner | PiecewiseGraph:
+        """One of the two graphs with its weights and with caches of `capacity` rows, zeroed."""
+        model = load_graph(self.root, self.manifest.weights, facts.file)
         if self.token_rows is not None:
             self._cut_tables(model, self.token_rows)
-        weights = None
         quantized = self.manifest.quantized.keys() & model.graph.initializers.keys()
-        if self.facts.num_parameters > PIECEWISE_PARAMETERS and not quantized:
-            if self.manifest.precision != "fp32":
-                model = self.passes.emulate_half(model) if half else self.passes.to_fp32(model)
-            read = BundleWeights(self.root, self.manifest.weights)
-            return PiecewiseGraph(ir.to_proto(model), read, facts.state, self.capacity)
-        if self.token_rows is not None and (half or self.manifest.precision == "fp32"):
+        half_stored = self.manifest.precision != "fp32"
+        if form == "half" and self.token_rows is not None:
             self._cut_quantized_tables(model, self.token_rows)
-        if half:
-            model = self.passes.emulate_half(model)
-        elif self.manifest.precision != "fp32":
-            model = self.passes.to_fp32(model)
-            if self.token_rows is not None:
-                self._cut_quantized_tables(model, self.token_rows)
-            weights = weights_as_float32(self.root, self.manifest, model)
-        return GraphRunner(serialise(model), self.root, facts, self.capacity, weights)
+        if half_stored:
+            model = self.passes.emulate_half(model) if form == "half" else self.passes.to_fp32(model)
+        if form != "half" and self.token_rows is not None:
+            self._cut_quantized_tables(model, self.token_rows)
+        if form == "lowered":
+            assert self.passes.lower_drafter is not None
+            model = self.passes.lower_drafter(model, "drafter" if facts is self.facts.graph else "drafter_context")
+        if self.facts.num_parameters > PIECEWISE_PARAMETERS and not quantized:
+            read = BundleWeights(self.root, self.manifest.weights)
+            return PiecewiseGraph(ir.to_proto(model), read, facts.state, capacity)
+        weights = weights_as_float32(self.root, self.manifest, model) if half_stored and form != "half" else None
+        return GraphRunner(serialise(model), self.root, facts, capacity, weights)
 
     def _cut_tables(self, model: ir.Model, rows: list[int]) -> None:
         """Puts the chosen rows of embedding and head in place of the whole tables, inside the graph."""
@@ -227,8 +241,8 @@ class DrafterGate:
             stored = table.view(value.const_value.dtype.numpy()).reshape(len(rows), -1)  # type: ignore[union-attr]
             value.const_value = ir.Tensor(stored, name=name)
             value.shape = ir.Shape(stored.shape)
-        for node in model.graph:
-            for output in node.outputs:
+        for output in (output for node in model.graph for output in node.outputs):
+            if output.shape is not None and self.manifest.target.vocab_size in output.shape:
                 output.shape = None
 
     def _cut_quantized_tables(self, model: ir.Model, rows: list[int]) -> None:

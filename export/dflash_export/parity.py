@@ -15,7 +15,7 @@ from dflash_export.graph_files import load_graph
 from dflash_export.graph_runner import Array, GraphRunner
 from dflash_export.reference_run import StepOutputs
 from dflash_export.weight_values import weights_as_float32
-from dflash_runtime.bundle import CheckRow, GraphFacts, Manifest
+from dflash_runtime.bundle import CheckRow, GraphFacts, GraphKind, Manifest
 from dflash_runtime.errors import ParityError
 
 EXACT_TOLERANCE = 1e-4
@@ -37,6 +37,8 @@ class PrecisionPasses:
     lower: GraphEdit | None = None
     """The lowering of the backend that is built for, None for portable graphs only. Used on parts of a target that
     cannot be run whole; a whole one is compared after it was written."""
+    lower_drafter: Callable[[ir.Model, GraphKind], ir.Model] | None = None
+    """The same for the drafter's graphs."""
 
 
 def check_target(root: Path, manifest: Manifest, evidence: TargetEvidence, passes: PrecisionPasses) -> list[CheckRow]:

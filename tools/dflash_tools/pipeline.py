@@ -26,7 +26,7 @@ from dflash_export.gate import check_portable, fits_memory
 from dflash_export.memory_release import return_large_blocks
 from dflash_export.parity import PrecisionPasses, require_passed
 from dflash_export.staging import check_output_place, clear_leftovers, resumable_folder, staged_folder, take_place
-from dflash_runtime.bundle import MANIFEST_NAME, Bundle, CheckRow, Manifest, write_text_atomically
+from dflash_runtime.bundle import MANIFEST_NAME, Bundle, CheckRow, GraphKind, Manifest, write_text_atomically
 from dflash_runtime.errors import EngineError
 from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.session import Session
@@ -176,12 +176,19 @@ def add_drafter(
 
 
 def _passes(backend: str) -> PrecisionPasses:
-    return PrecisionPasses(to_fp32, emulate_half, None if backend == "none" else lower_target_part)
+    if backend == "none":
+        return PrecisionPasses(to_fp32, emulate_half)
+    return PrecisionPasses(to_fp32, emulate_half, lower_target_part, lower_drafter_graph)
 
 
 def lower_target_part(model: ir.Model) -> ir.Model:
     """Lowers a piece of a target graph as the whole graph is lowered, with nothing rounded on the way."""
     return lower_model(model, "target", activations="fp32")
+
+
+def lower_drafter_graph(model: ir.Model, kind: GraphKind) -> ir.Model:
+    """Lowers one of the drafter's graphs, with nothing rounded on the way."""
+    return lower_model(model, kind, activations="fp32")
 
 
 def _lower(root: Path, progress: Progress) -> None:
