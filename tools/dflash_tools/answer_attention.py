@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -93,15 +94,25 @@ def _attention(
     _active[-1].attention_calls += 1
     B, heads, S, D = query.shape
     kv_heads, L = key.shape[1:3]
-    grouped = query.reshape(B, kv_heads, heads // kv_heads * S, D)
-    scores = (grouped @ key.transpose(2, 3)).float() * (D**-0.5 if scaling is None else scaling)
+    groups = heads // kv_heads
+    # The queries of one group of heads as rows of one product: no key is copied for its other heads.
+    grouped = query.reshape(B, kv_heads, groups * S, D)
+    seen = None if attention_mask is None else attention_mask.expand(B, 1, S, L).repeat(1, 1, groups, 1)
+    scale = D**-0.5 if scaling is None else scaling
     if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.view(B, heads, S, L)
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, -torch.inf)
-    weights = scores.softmax(-1).to(value.dtype).view(B, kv_heads, -1, L)
-    return (weights @ value).view(B, heads, S, -1).transpose(1, 2).contiguous(), None
+        output = _capped_attention(grouped, key, value, seen, scale, softcap)
+    else:
+        output = functional.scaled_dot_product_attention(grouped, key, value, seen, scale=scale)
+    return output.view(B, heads, S, -1).transpose(1, 2).contiguous(), None
+
+
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    scores = torch.tanh((query @ key.transpose(2, 3)).float() * (scale / softcap)) * softcap
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1).to(value.dtype) @ value
 
 
 def _mask(
