@@ -56,6 +56,7 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "training_data",
     "training_evaluation",
     "training_loop",
+    "training_head_rows",
     "training_loss",
     "training_processes",
     "training_run",

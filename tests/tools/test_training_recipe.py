@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -28,6 +29,7 @@ from dflash_tools.training_blocks import (
     slot_weights,
 )
 from dflash_tools.training_evaluation import right_prefixes, walk_rounds
+from dflash_tools.training_head_rows import HeadRows, HeadSample
 from dflash_tools.training_loss import best_tokens, head_loss
 from dflash_tools.training_mask_id import TokenFacts, choose_mask_token_id
 from dflash_tools.training_schedule import TextOrder, learning_rate
@@ -158,7 +160,7 @@ def test_drawn_slots_give_the_same_gradient_on_average() -> None:
     weights = torch.rand(20, generator=generator)
 
     def gradient(of: Tensor) -> Tensor:
-        return torch.autograd.grad(head_loss(hidden, head, labels, of), hidden)[0]
+        return torch.autograd.grad(head_loss(hidden, HeadRows(head), labels, of), hidden)[0]
 
     mean = torch.stack([gradient(drawn_weights(weights, generator)) for _ in range(3000)]).mean(0)
     torch.testing.assert_close(mean, gradient(weights), atol=0.2, rtol=0)
@@ -187,18 +189,45 @@ def test_the_loss_is_weighted_cross_entropy_and_its_gradient(monkeypatch: pytest
     weights[4] = 0
     expected = (torch.nn.functional.cross_entropy(hidden @ head.T, labels, reduction="none") * weights).sum()
     (gradient,) = torch.autograd.grad(expected, hidden)
-    loss = head_loss(hidden, head, labels, weights)
+    loss = head_loss(hidden, HeadRows(head), labels, weights)
     (found,) = torch.autograd.grad(2 * loss, hidden)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(found, 2 * gradient)
     assert torch.equal(best_tokens(hidden.detach(), head), (hidden @ head.T).argmax(-1))
 
 
+def test_drawn_tokens_stand_for_all_the_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    head = 0.3 * torch.randn(400, 8, generator=generator)
+    hidden = torch.randn(6, 8, generator=generator, requires_grad=True)
+    used = [3, 7, 250, 399, 11, 64]
+    labels, weights = torch.tensor(used), torch.rand(6, generator=generator)
+
+    def loss_and_gradient(rows: HeadRows) -> Tensor:
+        loss = head_loss(hidden, rows, labels, weights)
+        return torch.cat((loss.detach()[None], torch.autograd.grad(loss, hidden)[0].flatten()))
+
+    exact = loss_and_gradient(HeadRows(head))
+    everything = HeadSample(head, used, 1000, 0).rows(0)
+    torch.testing.assert_close(loss_and_gradient(everything), exact, atol=1e-4, rtol=1e-4)
+    sample = HeadSample(head, used, 100, 0)
+    rows = [sample.rows(step) for step in range(400)]
+    assert {len(r.matrix) for r in rows} == {len(used) + 100}
+    assert all(torch.equal(r.matrix[r.of(labels)], head[labels]) for r in rows)
+    assert torch.equal(rows[5].matrix, sample.rows(5).matrix)
+    assert not torch.equal(rows[5].matrix, rows[6].matrix)
+    mean = torch.stack([loss_and_gradient(r) for r in rows]).mean(0)
+    torch.testing.assert_close(mean, exact, atol=0.05, rtol=0.05)
+    without = torch.stack([loss_and_gradient(dataclasses.replace(r, drawn_log_weight=0.0)) for r in rows]).mean(0)
+    assert (without - exact)[0] < -0.3  # the others' share of the softmax would be too small
+
+
 def test_only_the_drafters_own_parameters_get_gradients() -> None:
     drafter = small_drafter()
     blocks = blocks_at(5, 9)
     hidden = draft_blocks(drafter, taps_of(TEXT), blocks)[:, 1:]
-    loss = head_loss(hidden.flatten(0, 1), drafter.lm_head.weight, blocks.labels.flatten(), blocks.weights.flatten())
+    rows = HeadRows(drafter.lm_head.weight)
+    loss = head_loss(hidden.flatten(0, 1), rows, blocks.labels.flatten(), blocks.weights.flatten())
     loss.backward()  # type: ignore[no-untyped-call]
     moved = {name for name, p in drafter.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
     assert moved == set(own_parameters(drafter))

@@ -81,8 +81,11 @@ def test_the_processes_order_and_anchors_matter_to_that(files: Path, whole: Path
     assert not any(torch.equal(tensor, weights(whole)[name]) for name, tensor in other.items())
 
 
-def test_drawn_slots_train_otherwise_and_as_repeatably(files: Path, whole: Path, tmp_path: Path) -> None:
-    first, second = (few_steps(files, tmp_path / name, draw_slots=True) for name in ("first", "second"))
+@pytest.mark.parametrize("option", [{"draw_slots": True}, {"other_tokens": 20}])
+def test_drawn_slots_and_tokens_train_otherwise_and_as_repeatably(
+    files: Path, whole: Path, tmp_path: Path, option: dict[str, Any]
+) -> None:
+    first, second = (few_steps(files, tmp_path / name, **option) for name in ("first", "second"))
     assert first.history == second.history
     assert all(torch.equal(t, weights(tmp_path / "first")[n]) for n, t in weights(tmp_path / "second").items())
     assert not any(torch.equal(t, weights(whole)[n]) for n, t in weights(tmp_path / "first").items())

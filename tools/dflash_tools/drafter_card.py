@@ -56,6 +56,8 @@ def _table(options: TrainOptions, result: TrainResult) -> str:
     own = config["dflash_config"]
     precision = "bf16" if settings["half_precision"] else "fp32"
     slots = "of slots drawn with chances that lean" if settings["draw_slots"] else "weighted"
+    others = settings["other_tokens"]
+    softmax = "" if others is None else f" over the answers' tokens and {others} others drawn for each step"
     rows = [
         ("target", f"`{target_name(options.target)}`: {config['num_target_layers']} layers of {config['hidden_size']}"),
         ("drafter", f"{config['num_hidden_layers']} layers, {count_text(result.num_parameters)} parameters"),
@@ -68,9 +70,9 @@ def _table(options: TrainOptions, result: TrainResult) -> str:
         (
             "recipe",
             f"{result.num_steps} steps of {settings['batch_size']} texts, at most {settings['max_anchors']} random "
-            f"anchors in each answer, drawn anew every epoch; cross-entropy {slots} towards early slots; AdamW at "
-            f"{settings['peak_learning_rate']:g}, {settings['warmup_share']:.0%} warm-up, then cosine; gradients "
-            f"clipped at {settings['max_gradient_norm']:g}; seed {settings['seed']}",
+            f"anchors in each answer, drawn anew every epoch; cross-entropy{softmax}, {slots} towards early slots; "
+            f"AdamW at {settings['peak_learning_rate']:g}, {settings['warmup_share']:.0%} warm-up, then cosine; "
+            f"gradients clipped at {settings['max_gradient_norm']:g}; seed {settings['seed']}",
         ),
         (
             "cost",

@@ -56,6 +56,12 @@ def _read_taps(ctx: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Texts a step.")
 @click.option("--anchors", type=click.IntRange(1), default=512, show_default=True, help="Most blocks of a text a step.")
 @click.option("--draw-slots", is_flag=True, help="Draw slots by their weight: half the head's work, noisier steps.")
+@click.option(
+    "--other-tokens",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Softmax over the answers' tokens and N others drawn each step.  [default: all tokens]",
+)
 @click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=6e-4, show_default=True, help="Peak.")
 @click.option("--max-length", type=click.IntRange(8), default=3072, show_default=True, help="Tokens a text is cut to.")
 @click.option(
@@ -129,6 +135,7 @@ def _options(values: dict[str, Any]) -> Any:
         resume=values["resume"],
         init=values["init"],
         draw_slots=values["draw_slots"],
+        other_tokens=values["other_tokens"],
         earlier=values["earlier"],
     )
 

@@ -28,6 +28,7 @@ from dflash_tools.training_blocks import (
 from dflash_tools.training_checkpoint import TrainingState
 from dflash_tools.training_data import JoinedTaps
 from dflash_tools.training_evaluation import right_prefixes, walk_rounds
+from dflash_tools.training_head_rows import HeadRows, HeadSample
 from dflash_tools.training_loss import head_loss
 from dflash_tools.training_processes import Processes
 from dflash_tools.training_schedule import TextOrder, learning_rate
@@ -51,6 +52,8 @@ class Recipe:
     draw_slots: bool = False
     """Slots are drawn with their weight as the chance, instead of weighted: about half of them, and so of the head's
     work, at a block of 8."""
+    other_tokens: int | None = None
+    """Tokens that no answer holds drawn for each step's softmax; None for the whole vocabulary."""
 
 
 class Training:
@@ -73,6 +76,9 @@ class Training:
         self._order = TextOrder(answers.trained, recipe.batch_size, recipe.seed)
         dtype = torch.bfloat16 if recipe.half_precision else torch.float32
         self._head = drafter.lm_head.weight.detach().to(dtype)
+        used = {i for number in answers.trained for i in answers.texts[number].answer_ids}
+        others = recipe.other_tokens
+        self._sample = None if others is None else HeadSample(self._head, used, others, recipe.seed)
         self._gamma = loss_decay(drafter.config.block_size)
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, float]] = []
@@ -105,10 +111,11 @@ class Training:
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         loss, weight = torch.zeros(2, device=processes.device)
+        head = HeadRows(self._head) if self._sample is None else self._sample.rows(self.step)
         # Text by text: nothing is padded, and the sums are those of the whole batch.
         for number in self._order.batch(self.step)[processes.rank :: processes.count]:
             blocks = self.blocks(number, self._order.epoch(self.step)).to(processes.device)
-            part = self._loss(number, blocks)
+            part = self._loss(number, blocks, head)
             part.backward()  # type: ignore[no-untyped-call]
             loss, weight = loss + part.detach(), weight + blocks.weights.sum()
         loss, weight = processes.sum_gradients(self._parameters.values(), loss, weight)
@@ -119,11 +126,11 @@ class Training:
         self.seconds += time.perf_counter() - started
         return self.recent_losses[-1]
 
-    def _loss(self, number: int, blocks: Blocks) -> Tensor:
+    def _loss(self, number: int, blocks: Blocks, head: HeadRows) -> Tensor:
         taps = self._taps.of(number).to(blocks.anchors.device)
         with self._precision():
             hidden = draft_blocks(self._drafter, taps, blocks)[:, 1:]
-        return head_loss(hidden.flatten(0, 1), self._head, blocks.labels.flatten(), blocks.weights.flatten())
+        return head_loss(hidden.flatten(0, 1), head, blocks.labels.flatten(), blocks.weights.flatten())
 
     def held_out_acceptance(self) -> MeanAcceptance | None:
         """Mean acceptance length on the held-out texts, predicted; None without such texts."""

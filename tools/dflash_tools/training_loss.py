@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_tools.training_head_rows import HeadRows
+
 MAX_LOGITS = {"cpu": 1 << 23}
 """Logits held at once by kind of device: few enough to stay in a CPU's cache from one pass over them to the next."""
 _MAX_LOGITS_ELSEWHERE = 1 << 25
@@ -18,12 +20,16 @@ _MAX_LOGITS_ELSEWHERE = 1 << 25
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, num_drawn: int, log_weight: float
+    ) -> Tensor:
         gradient = torch.empty_like(hidden)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for part in _slices(labels, head.shape[0]):
             picked = labels[part, None]
-            chances = torch.softmax(hidden[part].to(head.dtype) @ head.T, -1, dtype=torch.float32)
+            logits = hidden[part].to(head.dtype) @ head.T
+            logits[:, len(head) - num_drawn :] += log_weight
+            chances = torch.softmax(logits, -1, dtype=torch.float32)
             right = chances.gather(1, picked)
             # A chance below fp32's range counts as the smallest one there is; its gradient is exact all the same.
             total -= (right.clamp_min(torch.finfo(right.dtype).tiny).log()[:, 0] * weights[part]).sum()
@@ -34,24 +40,25 @@ class _HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0], None, None, None
+        return gradient * gradients[0], None, None, None, None, None
 
 
-def head_loss(hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+def head_loss(hidden: Tensor, head: HeadRows, labels: Tensor, weights: Tensor) -> Tensor:
     """Sum of weight times cross-entropy, in fp32.
 
     Args:
         hidden: [R, H] rows after the drafter's final norm.
-        head: [V, H] the frozen head, in the dtype of its products.
+        head: The frozen head, in the dtype of its products.
         labels: [R] true tokens.
         weights: [R]; rows of weight 0 cost nothing.
     """
     asked = weights > 0
     with torch.autocast(hidden.device.type, enabled=False):
         loss: Tensor = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-            hidden[asked].float(), head, labels[asked], weights[asked]
+            hidden[asked].float(), head.matrix, head.of(labels[asked]), weights[asked], head.num_drawn,
+            head.drawn_log_weight,
         )
     return loss
 

@@ -66,6 +66,7 @@ class TrainOptions:
     init: str = "random"
     """First weights: `random`, or `target` for copies of its last layers."""
     draw_slots: bool = False
+    other_tokens: int | None = None
     earlier: str | None = None
     """A drafter to start from; it decides layers, taps and mask id, and the block size unless that is given."""
 
@@ -199,7 +200,7 @@ def _recipe(options: TrainOptions, answers: Answers, processes: Processes) -> Re
     return Recipe(
         num_steps=steps, batch_size=options.batch_size, max_anchors=options.max_anchors,
         peak_learning_rate=options.peak_learning_rate, seed=options.seed, half_precision=half,
-        draw_slots=options.draw_slots,
+        draw_slots=options.draw_slots, other_tokens=options.other_tokens,
     )  # fmt: skip
 
 
