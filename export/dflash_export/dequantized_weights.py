@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from dflash_export.quantized_places import ROUND_TO_NEAREST, float_rows
 from dflash_export.tensor_files import TensorPlace, stored_bytes
 from dflash_export.weight_values import read_weight
-from dflash_runtime.bundle import CheckRow, Manifest, WeightEntry
-from dflash_runtime.weights import dequantize, unpacked
+from dflash_runtime.bundle import CheckRow, Manifest, QuantizedWeight, WeightEntry
 
+Array = npt.NDArray[Any]
 _PIECE_BYTES = 1 << 22
 _CLIPPED_STEPS = {bits: 1 + 2.0 ** (bits - 9) for bits in (4, 8)}
 """How many steps of its scale a rounded weight may be off: half a one, a whole one at the end of the range that a
@@ -40,9 +41,9 @@ def read_float_weight(root: Path, manifest: Manifest, name: str, rows: slice | N
     start, stop, _ = (rows or slice(None)).indices(entry.shape[0])
     zero_points = None
     if facts.zero_points is not None:
-        zero_points = _integers(root, manifest.weights[facts.zero_points])[start:stop]
+        zero_points = read_integers(root, manifest.weights[facts.zero_points])[start:stop]
     scales = read_weight(root, manifest.weights[facts.scales])[start:stop].float().numpy()
-    return torch.from_numpy(dequantize(_integers(root, entry, start, stop), scales, zero_points, facts))
+    return torch.from_numpy(dequantize(read_integers(root, entry, start, stop), scales, zero_points, facts))
 
 
 def read_float_rows(root: Path, manifest: Manifest, name: str, rows: Sequence[int] | None) -> Tensor:
@@ -54,7 +55,7 @@ def read_float_rows(root: Path, manifest: Manifest, name: str, rows: Sequence[in
     return torch.cat([read_float_weight(root, manifest, name, run) for run in runs])
 
 
-def _integers(root: Path, entry: WeightEntry, start: int = 0, stop: int | None = None) -> Any:
+def read_integers(root: Path, entry: WeightEntry, start: int = 0, stop: int | None = None) -> Array:
     """Values or zero points of the rows from `start` to `stop`, one in a byte."""
     whole = start == 0 and stop in (None, entry.shape[0])
     shape = entry.shape if whole else [(stop or entry.shape[0]) - start, *entry.shape[1:]]
@@ -156,3 +157,29 @@ def _numbered(pieces: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
     for rows in pieces:
         yield first, rows
         first += len(rows)
+
+
+def unpacked(stored: Array, entry: WeightEntry) -> Array:
+    """Bytes of a U8 or U4 weight as unsigned integers, one in a byte, in the weight's shape."""
+    if entry.dtype == "U4":
+        stored = np.stack([stored & 15, stored >> 4], axis=-1).reshape(-1)[: int(np.prod(entry.shape))]
+    return stored.reshape(entry.shape)
+
+
+def dequantize(
+    values: Array, scales: Array, zero_points: Array | None, facts: QuantizedWeight
+) -> Array:
+    """(value - zero point) * scale in float32.
+
+    Args:
+        values: Unsigned integers [out, in].
+        scales: float32 [out, in / group_size], or [out].
+        zero_points: Shape of the scales; None where it is the middle of the range throughout.
+        facts: For bits and group size.
+    """
+    group = facts.group_size or values.shape[1]
+    grouped = values.reshape(values.shape[0], -1, group).astype(np.float32)
+    middle = np.float32(1 << (facts.bits - 1))
+    grouped -= middle if zero_points is None else zero_points.reshape(values.shape[0], -1, 1).astype(np.float32)
+    grouped *= scales.reshape(values.shape[0], -1, 1)
+    return grouped.reshape(values.shape)

@@ -21,6 +21,11 @@ class Round(NamedTuple):
     finish_reason: str | None = None
     """`stop`, `length` or `context` in the last round, else None."""
 
+    @property
+    def block_size(self) -> int:
+        """Of the pass, anchor included."""
+        return len(self.proposed) + 1
+
 
 @runtime_checkable
 class Cycles(Protocol):

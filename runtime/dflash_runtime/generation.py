@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from dflash_runtime.bundle import Manifest
 from dflash_runtime.errors import PromptError
@@ -16,8 +16,9 @@ class GenerationConfig(Sampling):
     """Options of one request; those of `Sampling` say how tokens are chosen."""
 
     max_new_tokens: int = 128
-    block_size: int | None = None
-    """Tokens in a block, anchor included: 8 drafts 7 tokens. None: what the drafter was trained for."""
+    block_size: int | Literal["auto"] | None = None
+    """Tokens in a block, anchor included: 8 drafts 7 tokens. None: what the drafter was trained for. `auto`: of the
+    bundle's block sizes and plain decoding, round by round, what commits most tokens per millisecond."""
     plain: bool = False
     """Decode without the drafter."""
     raw: bool = False
@@ -51,7 +52,7 @@ class GenerationConfig(Sampling):
         if manifest.drafter is None and given and not self.plain:
             remedy = "Leave it out, or add a drafter with: dflash-export add-drafter BUNDLE DRAFTER"
             raise PromptError(f"{given[0]} is given, but the bundle has no drafter. {remedy}")
-        if self.block_size is not None:
+        if self.block_size not in (None, "auto"):
             check_block_size("block_size", self.block_size, manifest)
 
     def block_size_of(self, manifest: Manifest) -> Callable[[int], int]:
@@ -66,7 +67,7 @@ class GenerationConfig(Sampling):
         """The request's block size, the largest where a schedule varies it."""
         if self.plain or manifest.drafter is None:
             return 1
-        if self.block_schedule is not None:
+        if self.block_schedule is not None or self.block_size == "auto":
             return max(manifest.block_sizes)
         return self.block_size or min(manifest.drafter.block_size, max(manifest.block_sizes))
 
@@ -111,7 +112,9 @@ class GenerationResult:
     time_to_first_token_ms: float
     backend: str
     block_size: int
-    """1 for plain decoding; the largest allowed where a schedule varied it."""
+    """1 for plain decoding; the largest allowed where it varied."""
+    rounds_by_block_size: dict[int, int]
+    """How many rounds took each block size; 1 is a plain step."""
     seed: int | None = None
     """What the noise of sampled text came from."""
 
@@ -128,7 +131,7 @@ class GenerationResult:
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values, without the proposals."""
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del data["proposed_ids"]
+        del data["proposed_ids"], data["rounds_by_block_size"]
         if self.seed is None:
             del data["seed"]
         return {**data, "num_drafts": self.num_drafts, "mean_acceptance_length": self.mean_acceptance_length}

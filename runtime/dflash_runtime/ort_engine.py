@@ -105,13 +105,11 @@ class OrtContext:
 
     def __init__(self, session: Any, sizes: Mapping[str, int], memory: str) -> None:
         self._session, self._memory, self._binding = session, memory, session.io_binding()
-        self._tensors = {
-            value.name: (_TYPES[value.type][0], [d if isinstance(d, int) else sizes[d] for d in value.shape])
-            for value in (*session.get_inputs(), *session.get_outputs())
-        }
+        tensors = [*session.get_inputs(), *session.get_outputs()]
+        shapes = {value.name: [d if isinstance(d, int) else sizes[d] for d in value.shape] for value in tensors}
+        self._tensors = {value.name: (_TYPES[value.type][0], shapes[value.name]) for value in tensors}
         self.sizes_bytes: Mapping[str, int] = {
-            value.name: math.prod(self._tensors[value.name][1]) * _TYPES[value.type][1]
-            for value in (*session.get_inputs(), *session.get_outputs())
+            value.name: math.prod(shapes[value.name]) * _TYPES[value.type][1] for value in tensors
         }
         self._run = ort.RunOptions()
         self._run.add_run_config_entry("disable_synchronize_execution_providers", "1")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from dflash_runtime.adaptive import BlockSizeController
 from dflash_runtime.backend import Backend
 from dflash_runtime.bundle import Manifest
 from dflash_runtime.cycles import Round
@@ -15,25 +16,28 @@ from dflash_runtime.generation import GenerationConfig, GenerationResult
 from dflash_runtime.text_stream import TextStream
 from dflash_runtime.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from dflash_runtime.sampling import TokenChooser
-
 
 class TextPieces(Iterator[str]):
     """Iterator over the text of a running request; `result` is there once it has ended."""
 
     def __init__(
         self, backend: Backend, manifest: Manifest, tokenizer: Tokenizer | None,
-        *, prompt_ids: list[int], config: GenerationConfig, started_s: float,
+        *, prompt_ids: list[int], config: GenerationConfig, started_s: float, controller: BlockSizeController,
     ) -> None:
         self._facts = len(prompt_ids), backend.name, config.fixed_block_size(manifest)
         stop_ids = manifest.text.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
-        self._chooser = _chooser(config, prompt_ids, manifest) if config.needs_logits else None
+        self._chooser = None
+        if config.needs_logits:
+            from dflash_runtime.sampling import TokenChooser  # NumPy is for those who run something
+
+            self._chooser = TokenChooser(config, prompt_ids, manifest.target.vocab_size)
+        self._controller = controller if config.block_size == "auto" else None
+        controller.begin()
         self._rounds = decode(
             backend, prompt_ids,
             max_new_tokens=config.max_new_tokens, max_context_tokens=manifest.max_context_tokens,
-            stop_token_ids=frozenset(stop_ids), block_size_of=config.block_size_of(manifest),
-            chooser=self._chooser,
+            stop_token_ids=frozenset(stop_ids), chooser=self._chooser,
+            block_size_of=config.block_size_of(manifest) if self._controller is None else lambda n: controller.choose(),
         )
         self._text = TextStream((lambda ids: "") if tokenizer is None else tokenizer.decode, config.stop_strings)
         self._started_s, self._first_token_s, self._decode_s = started_s, 0.0, 0.0
@@ -56,6 +60,7 @@ class TextPieces(Iterator[str]):
             proposed_ids=[done.proposed for done in drafted],
             tokens_per_s=(len(token_ids) - 1) / self._decode_s if len(token_ids) > 1 else 0.0,
             time_to_first_token_ms=self._first_token_s * 1000, backend=backend, block_size=block_size,
+            rounds_by_block_size=dict(sorted(Counter(done.block_size for done in self._done[1:]).items())),
             seed=None if self._chooser is None else self._chooser.seed,
         )
 
@@ -80,6 +85,9 @@ class TextPieces(Iterator[str]):
         now = time.perf_counter()
         if self._done:
             self._decode_s += now - before  # the time the reader takes between pieces is not ours
+            if self._controller is not None:
+                complete = done.finish_reason is None
+                self._controller.observe(done.block_size, len(done.committed), 1000 * (now - before), complete=complete)
         else:
             self._first_token_s = now - self._started_s
         return done
@@ -100,9 +108,3 @@ class TextPieces(Iterator[str]):
             self._rounds.close()
         self._done.append(Round(done.committed[:taken], done.proposed, reason))
         return text
-
-
-def _chooser(config: GenerationConfig, prompt_ids: list[int], manifest: Manifest) -> TokenChooser:
-    from dflash_runtime.sampling import TokenChooser  # NumPy is for those who run something
-
-    return TokenChooser(config, prompt_ids, manifest.target.vocab_size)

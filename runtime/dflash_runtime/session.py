@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_runtime.adaptive import BlockSizeController
 from dflash_runtime.backend import Backend, open_backend
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import PromptError
@@ -28,6 +29,7 @@ class Session:
         self.tokenizer = tokenizer
         self._backend = backend
         self._current: TextPieces | None = None
+        self.controller = BlockSizeController(bundle.manifest.block_sizes)
         self._closed = False
 
     @classmethod
@@ -82,7 +84,8 @@ class Session:
         if self._current is not None:
             self._current.close()
         self._current = TextPieces(
-            self._backend, self.bundle.manifest, self.tokenizer, prompt_ids=ids, config=config, started_s=started
+            self._backend, self.bundle.manifest, self.tokenizer, prompt_ids=ids, config=config, started_s=started,
+            controller=self.controller,
         )
         return self._current
 

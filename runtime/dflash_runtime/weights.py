@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dflash_runtime.bundle import Bundle, Manifest, QuantizedWeight, WeightEntry
+from dflash_runtime.bundle import Bundle, Manifest, WeightEntry
 from dflash_runtime.errors import BundleError
 
 SIGNED_TRANSPOSED = "I8T"
@@ -22,7 +22,6 @@ class MappedWeights:
 
     def __init__(self, bundle: Bundle) -> None:
         self._entries = bundle.manifest.weights
-        self._quantized = bundle.manifest.quantized
         self._files: dict[str, mmap.mmap] = {}
         for name in sorted({entry.file for entry in self._entries.values()}):
             with bundle.file(name).open("rb") as stream:
@@ -40,18 +39,6 @@ class MappedWeights:
             raise BundleError(f"Weight {name!r} {what}. Copy or build the bundle again.")
         return widened(self._stored(entry), entry.dtype).reshape(entry.shape)
 
-    def dequantized(self, name: str) -> npt.NDArray[Any]:
-        """A weight of the manifest's `quantized` in float32, (value - zero point) * scale, as a new array."""
-        facts = self._quantized[name]
-        zero_points = None if facts.zero_points is None else self.integers(facts.zero_points)
-        return dequantize(self.integers(name), self.float32(facts.scales), zero_points, facts)
-
-    def integers(self, name: str) -> npt.NDArray[Any]:
-        """Values or zero points, one in a byte; a copy where the bundle holds two in a byte."""
-        entry = self._entries[name]
-        stored = np.frombuffer(self._files[entry.file], np.uint8, entry.length_bytes, entry.offset_bytes)
-        return unpacked(stored, entry)
-
     def _stored(self, entry: WeightEntry) -> npt.NDArray[Any]:
         count = int(np.prod(entry.shape, dtype=np.int64))
         return np.frombuffer(self._files[entry.file], STORED[entry.dtype], count, entry.offset_bytes)
@@ -61,32 +48,6 @@ class MappedWeights:
         if hasattr(mmap, "MADV_DONTNEED"):
             for file in self._files.values():
                 file.madvise(mmap.MADV_DONTNEED)
-
-
-def unpacked(stored: npt.NDArray[Any], entry: WeightEntry) -> npt.NDArray[Any]:
-    """Bytes of a U8 or U4 weight as unsigned integers, one in a byte, in the weight's shape."""
-    if entry.dtype == "U4":
-        stored = np.stack([stored & 15, stored >> 4], axis=-1).reshape(-1)[: int(np.prod(entry.shape))]
-    return stored.reshape(entry.shape)
-
-
-def dequantize(
-    values: npt.NDArray[Any], scales: npt.NDArray[Any], zero_points: npt.NDArray[Any] | None, facts: QuantizedWeight
-) -> npt.NDArray[Any]:
-    """(value - zero point) * scale in float32.
-
-    Args:
-        values: Unsigned integers [out, in].
-        scales: float32 [out, in / group_size], or [out].
-        zero_points: Shape of the scales; None where it is the middle of the range throughout.
-        facts: For bits and group size.
-    """
-    group = facts.group_size or values.shape[1]
-    grouped = values.reshape(values.shape[0], -1, group).astype(np.float32)
-    middle = np.float32(1 << (facts.bits - 1))
-    grouped -= middle if zero_points is None else zero_points.reshape(values.shape[0], -1, 1).astype(np.float32)
-    grouped *= scales.reshape(values.shape[0], -1, 1)
-    return grouped.reshape(values.shape)
 
 
 def weights_given_by_name(manifest: Manifest, *, upcast: bool) -> set[str]:

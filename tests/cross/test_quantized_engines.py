@@ -20,6 +20,7 @@ from dflash_engines.tensorrt_plan import EngineOptions
 from dflash_engines.tensorrt_versions import row_for
 from dflash_export.build import export_bundle
 from dflash_export.build_plan import plan_build
+from dflash_export.dequantized_weights import read_float_weight, read_integers
 from dflash_export.quantization import quantize_options
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import EngineError
@@ -91,13 +92,13 @@ def _dequantized_by(bundle: Bundle, file: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_the_signed_form_means_the_same_weights(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     bundle: Bundle = request.getfixturevalue(name)
-    mapped = MappedWeights(bundle)
     found = {}
     for file in bundle.manifest.graph_files().values():
         found |= _dequantized_by(bundle, file, tmp_path)
     assert found.keys() == bundle.manifest.quantized.keys()
     for weight, values in found.items():
-        assert np.array_equal(values, mapped.dequantized(weight)), weight
+        expected = read_float_weight(bundle.path, bundle.manifest, weight).numpy()
+        assert np.array_equal(values, expected), weight
 
 
 def test_rows_of_an_int8_table_are_picked_from_its_turned_form(int8: Bundle) -> None:
@@ -111,13 +112,15 @@ def test_rows_of_an_int8_table_are_picked_from_its_turned_form(int8: Bundle) -> 
     part.inputs[:] = [value for value in part.inputs if value.uses()]
     mapped, table = MappedWeights(int8), int8.manifest.target.embedding_weight
     scales = int8.manifest.quantized[table].scales
-    turned = np.ascontiguousarray((mapped.integers(table) ^ np.uint8(0x80)).view(np.int8).T)
+    integers = read_integers(int8.path, int8.manifest.weights[table])
+    turned = np.ascontiguousarray((integers ^ np.uint8(0x80)).view(np.int8).T)
     for name, array in ((table, turned), (scales, mapped.float32(scales))):
         part.initializers[name].const_value = ir.Tensor(array, name=name)
     proto = ir.to_proto(ir.Model(part, ir_version=model.ir_version))
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     (rows,) = session.run(None, {"input_ids": np.array([[3, 500, 0]])})
-    np.testing.assert_allclose(rows[0], mapped.dequantized(table)[[3, 500, 0]], rtol=1e-6)
+    expected = read_float_weight(int8.path, int8.manifest, table).numpy()
+    np.testing.assert_allclose(rows[0], expected[[3, 500, 0]], rtol=1e-6)
 
 
 def test_zero_points_and_int4_tables_are_refused_by_name(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def answer(bundle: Path, prompt: str, **options: object) -> list[int]:
 
 
 def test_json_has_exactly_the_documented_keys(invoke: Invoke, bundle: Path) -> None:
-    done = invoke("run", bundle, "hello", "--json", "--max-new-tokens", 12)
+    done = invoke("run", bundle, "hello", "--json", "--max-new-tokens", 12, "--block-size", 4)
     assert done.exit_code == 0
     data = json.loads(done.stdout)
     assert set(data) == RESULT_KEYS
@@ -42,6 +42,17 @@ def test_json_has_exactly_the_documented_keys(invoke: Invoke, bundle: Path) -> N
     assert data["backend"] == "ort-cpu"
     assert data["block_size"] == 4
     assert len(done.stdout.splitlines()) == 1
+
+
+def test_of_several_block_sizes_a_controller_chooses(invoke: Invoke, bundle: Path) -> None:
+    for given in ((), ("--block-size", "auto")):
+        data = json.loads(invoke("run", bundle, "hello", "--json", "--max-new-tokens", 12, *given).stdout)
+        assert set(data) == {*RESULT_KEYS, "rounds_by_block_size", "block_size_reason"}
+        assert data["token_ids"] == answer(bundle, "hello", max_new_tokens=12)
+        assert data["block_size_reason"].startswith("Block sizes chosen by tokens per millisecond: ")
+        assert sum(data["rounds_by_block_size"].values()) <= 11
+    refused = invoke("run", bundle, "hello", "--block-size", "many")
+    assert refused.exit_code == 2 and "neither a whole number nor auto" in refused.stderr
 
 
 def test_plain_says_the_same_without_drafts(invoke: Invoke, bundle: Path) -> None:
@@ -160,7 +171,7 @@ def test_interrupt_ends_with_130(bundle: Path) -> None:
 
 def test_sampled_text_repeats_with_its_seed(invoke: Invoke, bundle: Path) -> None:
     options = ("--json", "--max-new-tokens", 16, "--temperature", 0.8, "--top-p", 0.9, "--presence-penalty", 0.2)
-    first = json.loads(invoke("run", bundle, "hello", *options).stdout)
+    first = json.loads(invoke("run", bundle, "hello", *options, "--block-size", 4).stdout)
     assert set(first) == {*RESULT_KEYS, "seed"}
     again = json.loads(invoke("run", bundle, "hello", *options, "--seed", first["seed"], "--plain").stdout)
     assert again["token_ids"] == first["token_ids"]

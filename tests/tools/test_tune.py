@@ -26,7 +26,7 @@ from dflash_tools.device_conditions import DeviceConditions, read_conditions, re
 from dflash_tools.engine_place import find_engine_place
 from dflash_tools.machine_probe import CommandResult
 from dflash_tools.position_acceptance import PositionCounts
-from dflash_tools.run_block_size import pick_block_size
+from dflash_tools.run_block_size import controller_from, pick_block_size
 from dflash_tools.session_bytes import measure_session
 from dflash_tools.speed_profile import (
     FILE_NAME,
@@ -208,21 +208,28 @@ def keep(pair: Bundle, **changes: Any) -> SpeedProfile:
     return found
 
 
-def test_run_takes_what_the_profile_says(pair: Bundle) -> None:
-    keep(pair)
+def test_run_begins_with_what_the_profile_says(pair: Bundle) -> None:
+    kept, sizes = keep(pair), pair.manifest.block_sizes
     picked = pick_block_size(pair, GenerationConfig(max_new_tokens=40), "ort-cpu", None, 44, jetson("MAXN"))
-    assert (picked.config.block_size, picked.config.plain) == (4, False)
-    assert picked.reason is not None
-    assert picked.reason.startswith("Block size 4 by the speed profile of 2026-11-30T12:00:00+00:00: fastest;")
-    far = pick_block_size(pair, GenerationConfig(max_new_tokens=40), "ort-cpu", None, 2000, jetson("MAXN"))
-    assert far.config.block_size == 8
+    assert (picked.config.block_size, picked.config.plain, picked.profile) == ("auto", False, kept)
+    begun = "Block sizes are chosen round by round, beginning with block size 4 by the speed profile of "
+    assert (picked.reason or "").startswith(f"{begun}2026-11-30T12:00:00+00:00: fastest;")
+    assert (controller_from(kept, sizes, 64).choose(), controller_from(kept, sizes, 2020).choose()) == (4, 8)
 
 
 def test_run_decodes_plainly_where_no_block_pays(pair: Bundle) -> None:
-    keep(pair, acceptance=[acceptance(4, [0.01] * 3)])
-    picked = pick_block_size(pair, GenerationConfig(), "ort-cpu", None, 10, jetson("MAXN"))
-    assert picked.config.plain
-    assert picked.config.block_size is None
+    kept = keep(pair, acceptance=[acceptance(4, [0.01] * 3), acceptance(8, [0.01] * 7)])
+    assert controller_from(kept, pair.manifest.block_sizes, 64).choose() == 1
+
+
+@pytest.mark.parametrize(("chance", "size"), [(0.9, 4), (0.01, None)])
+def test_one_built_size_is_taken_where_it_pays(pair: Bundle, chance: float, size: int | None) -> None:
+    kept = keep(pair, acceptance=[acceptance(4, [chance] * 3)])
+    alone = Bundle(pair.path, dataclasses.replace(pair.manifest, block_sizes=[4]))
+    picked = pick_block_size(alone, GenerationConfig(), "ort-cpu", None, 10, jetson("MAXN"))
+    assert (picked.config.block_size, picked.config.plain, picked.profile) == (size, size is None, kept)
+    name = "Plain decoding" if size is None else "Block size 4"
+    assert (picked.reason or "").startswith(f"{name} by the speed profile of ")
 
 
 @pytest.mark.parametrize(
@@ -239,8 +246,8 @@ def test_a_profile_of_another_state_is_not_used(
     keep(pair, **changes)
     config = GenerationConfig()
     picked = pick_block_size(pair, config, "ort-cpu", threads, 10, machine)
-    assert picked.config is config
-    assert not picked.from_profile
+    assert picked.config == dataclasses.replace(config, block_size="auto")
+    assert picked.profile is None
     assert picked.reason is not None
     assert words in picked.reason
     assert "Run: dflash-export tune" in picked.reason
@@ -282,7 +289,8 @@ def test_tune_then_run(pair: Bundle, invoke: Invoke) -> None:
     answered = json.loads(invoke("run", pair.path, "hello", "--json", "--max-new-tokens", 8).stdout)
     assert "by the speed profile of" in answered["block_size_reason"]
     chosen = choose_block_size(found, 5 + 4).block_size
-    assert answered["block_size"] == chosen
+    name = "plain decoding" if chosen == 1 else f"block size {chosen}"
+    assert f"beginning with {name} by" in answered["block_size_reason"]
     with_size = json.loads(invoke("run", pair.path, "hello", "--json", "--block-size", 8).stdout)
     assert with_size["block_size"] == 8
     assert "block_size_reason" not in with_size

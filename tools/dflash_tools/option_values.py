@@ -57,4 +57,18 @@ class MemorySize(click.ParamType):  # type: ignore[type-arg]  # not generic befo
         return int(size)
 
 
+class BlockSize(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.3
+    """A whole number, or auto."""
+
+    name = "block size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """The number, or `auto`; click's usage error for anything else. The session checks the range."""
+        text = str(value).strip()
+        if text == "auto" or re.fullmatch(r"[+-]?\d+", text):
+            return text if text == "auto" else int(text)
+        return self.fail(f"{value!r} is neither a whole number nor auto.", param, ctx)
+
+
+BLOCK_SIZE = BlockSize()
 MEMORY_SIZE = MemorySize()

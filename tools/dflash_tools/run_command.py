@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -13,8 +13,8 @@ from dflash_runtime.engine_record import open_engine
 from dflash_runtime.generation import GenerationConfig, GenerationResult
 from dflash_runtime.session import Prompt, Session
 from dflash_tools.error_lines import DFlashCommand
-from dflash_tools.option_values import read_template_args, read_token_ids
-from dflash_tools.run_block_size import pick_block_size
+from dflash_tools.option_values import BLOCK_SIZE, read_template_args, read_token_ids
+from dflash_tools.run_block_size import chosen_words, controller_from, pick_block_size
 from dflash_tools.sampling_options import sampling_options
 
 
@@ -24,9 +24,10 @@ from dflash_tools.sampling_options import sampling_options
 @click.option("--max-new-tokens", type=int, default=128, show_default=True, metavar="N", help="Longest answer.")
 @click.option(
     "--block-size",
-    type=int,
-    metavar="N",
-    help="Tokens in a block, anchor included. [default: the fastest by `tune`, else the drafter's own]",
+    type=BLOCK_SIZE,
+    metavar="N|auto",
+    help="Tokens in a block, anchor included; auto: what pays, round by round, plain decoding included.  [default: "
+    "auto where several sizes are built, else the built one, or plain decoding if `tune` found that faster]",
 )
 @click.option("--plain", is_flag=True, help="Decode without the drafter, one token a step, on the same engine.")
 @click.option("--raw", is_flag=True, help="Give the prompt to the model as it is, without the chat template.")
@@ -48,7 +49,7 @@ def command(
     bundle: Path,
     prompt: str | None,
     max_new_tokens: int,
-    block_size: int | None,
+    block_size: int | Literal["auto"] | None,
     plain: bool,
     raw: bool,
     template_args: tuple[str, ...],
@@ -77,15 +78,24 @@ def command(
     question: Prompt = read_token_ids(text) if ids else text
     with Session.open(bundle, backend=backend, threads=threads, cuda_graphs=cuda_graphs) as session:
         _tell_settings(session, backend, config, uses_template=not (ids or raw))
-        picked = pick_block_size(session.bundle, config, backend, threads, _prompt_tokens(session, question))
-        _tell(picked.reason or "")
+        length = _prompt_tokens(session, question)
+        picked = pick_block_size(session.bundle, config, backend, threads, length)
+        adaptive, reason = picked.config.block_size == "auto", picked.reason
+        if adaptive and picked.profile is not None:
+            half_way = length + max_new_tokens // 2
+            session.controller = controller_from(picked.profile, session.bundle.manifest.block_sizes, half_way)
+        _tell(reason or "")
         result = _answer(session, question, picked.config, as_text=not (ids or as_json))
+        if adaptive:
+            reason = " ".join(words for words in (reason, chosen_words(session.controller, result)) if words)
     if as_json:
-        reason = {"block_size_reason": picked.reason} if picked.reason else {}
-        click.echo(json.dumps({**result.to_json(), **reason}, ensure_ascii=False))
+        chosen: dict[str, Any] = {"rounds_by_block_size": result.rounds_by_block_size} if adaptive else {}
+        chosen |= {"block_size_reason": reason} if reason else {}
+        click.echo(json.dumps({**result.to_json(), **chosen}, ensure_ascii=False))
     elif ids:
         click.echo(" ".join(str(token) for token in result.token_ids))
     _tell(statistics_line(result))
+    _tell(chosen_words(session.controller, result) if adaptive else "")
 
 
 def _answer(session: Session, prompt: Prompt, config: GenerationConfig, *, as_text: bool) -> GenerationResult:
