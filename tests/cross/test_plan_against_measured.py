@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from pairs import AUTHOR_PAIRS, HALF_PAIRS, MAIN, Pair
+from recorded_engines import write_recorded_engines
 from tiny_models import edit_json
 
 from dflash_runtime.bundle import Bundle
@@ -55,6 +56,30 @@ def test_a_plan_that_forgets_the_fusing_matrix_fails(exported: Make, monkeypatch
     assert done.exit_code == 1
     (line,) = [line for line in done.stdout.splitlines() if "FAILED" in line]
     assert line.startswith("drafter weight files")
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_weights_caches_and_engines_of_a_gpu(
+    exported: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: bool
+) -> None:
+    bundle = Path(shutil.copytree(exported(MAIN), tmp_path / "bundle"))
+    opened = Bundle.open(bundle)
+    folder = write_recorded_engines(opened, "fused", opened.manifest.block_sizes, 32)
+    per_profile = plan_formulas.ENGINE_BYTES_PER_LAYER_AND_PROFILE
+    items = {item["name"]: item for item in json.loads(compare(bundle, "--engines", folder, "--json").stdout)["items"]}
+    assert set(items) == {"weight files", "KV caches", "engine files", "sum"}
+    assert items["KV caches"]["difference"] == 0 and 0 <= items["weight files"]["difference"] < 0.03
+    # Engines of toys are small for their layers: at their own size all fits, and a cache that is forgotten shows.
+    engines = items["engine files"]
+    monkeypatch.setattr(
+        plan_formulas, "ENGINE_BYTES_PER_LAYER_AND_PROFILE",
+        per_profile * engines["real_bytes"] / engines["planned_bytes"],
+    )  # fmt: skip
+    if forgotten:
+        monkeypatch.setattr(plan_formulas, "kv_bytes", lambda shape, capacity, item: 1)
+    done = compare(bundle, "--engines", folder)
+    assert done.exit_code == (1 if forgotten else 0), done.stdout
+    assert ("sum" in done.stdout.splitlines()[-1]) and (("FAILED" in done.stdout) == forgotten)
 
 
 @pytest.mark.parametrize("pair", [MAIN, UNTIED], ids=lambda pair: pair.name)

@@ -84,8 +84,14 @@ def write_random_qwen2(folder: Path, config: dict[str, Any]) -> int:
 @click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), help="[default: the checkpoint's own]")
 @click.option("--backend", type=click.Choice(["ort-cpu", "none"]), default="ort-cpu", show_default=True)
 @click.option("--gate", type=click.Choice(["auto", "full", "layers"]), default="auto", show_default=True)
+@click.option("--quantize", type=click.Choice(["int8", "int4"]), help="Layers, head and tables, rounded by the build.")
+@click.option("--group-size", type=int, default=128, show_default=True, help="int4: inputs that share a scale.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Leave the bundle here. [default: thrown away]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(model: Path | None, precision: str | None, backend: str, gate: str, as_json: bool) -> None:
+def main(
+    model: Path | None, precision: str | None, backend: str, gate: str, quantize: str | None, group_size: int,
+    keep: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Builds a checkpoint into a throw-away bundle and reports the peak memory, sampled every 50 ms."""
     with tempfile.TemporaryDirectory(prefix="dflash-memory-", dir=Path.cwd()) as scratch:
         if model is None:
@@ -93,7 +99,10 @@ def main(model: Path | None, precision: str | None, backend: str, gate: str, as_
             count = write_random_qwen2(model, QWEN2_1_5B)
             click.echo(f"Wrote a random checkpoint of {count_text(count)} parameters.", err=True)
         argv = [sys.executable, "-m", "dflash_tools.cli", "build", "--target", str(model), "--json"]
-        argv += ["--out", str(Path(scratch) / "bundle"), "--backend", backend, "--gate", gate]
+        argv += ["--out", str(keep or Path(scratch) / "bundle"), "--backend", backend, "--gate", gate]
+        if quantize is not None:
+            argv += ["--quantize", quantize, "--quantize-head", quantize]
+            argv += ["--group-size", str(group_size)] if quantize == "int4" else []
         argv += ["--precision", precision] if precision else []
         started = time.monotonic()
         code, output, peak = run_and_watch(argv)

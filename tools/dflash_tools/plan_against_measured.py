@@ -1,21 +1,25 @@
 """A plan's sums against what a bundle and a session take: `python -m dflash_tools.plan_against_measured BUNDLE`.
 
 The plan is made from the config files the bundle was built from, never from the bundle's own list of weights, so that
-the two can differ. Weights and caches must agree within 3 %; engines and resident memory are told, not judged.
+the two can differ. With an `ort-cpu` session weights and caches must agree within 3 %; engines and resident memory are
+told, not judged. With `--engines`, the engines of a GPU, nothing is opened, and the sum of weights, caches and engines
+must agree too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dflash_runtime.bundle import Bundle, SourceFacts, sha256_of
+from dflash_runtime.bundle import Bundle, Manifest, SourceFacts, sha256_of
+from dflash_runtime.device_engine import DeviceEngineRecord, read_device_engine
 from dflash_runtime.errors import CheckpointError
 from dflash_tools import plan_formulas as formulas
 from dflash_tools.decoder_families import read_model_shape
@@ -55,14 +59,21 @@ class Comparison:
 @click.option("--target", help="Checkpoint the bundle was built from. [default: where the bundle says it lay]")
 @click.option("--drafter", help="The same for its drafter.")
 @click.option("--threads", type=click.IntRange(1), help="[default: ONNX Runtime chooses]")
+@click.option("--engines", type=click.Path(path_type=Path), help="Folder of a GPU's engines, to compare with instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(bundle: Path, target: str | None, drafter: str | None, threads: int | None, as_json: bool) -> None:
+def main(
+    bundle: Path, target: str | None, drafter: str | None, threads: int | None, engines: Path | None, as_json: bool
+) -> None:
     """Compares what the plan says of BUNDLE with its files and with an ort-cpu session; exit code 1 over 3 %."""
     opened = Bundle.open(bundle)
     shape, drafter_shape = plan_shapes(opened, target, drafter)
-    with needs_extra("ort"):
-        measured = measure_session(opened, threads)
-    rows = list(compare(opened, shape, drafter_shape, measured))
+    if engines is None:
+        with needs_extra("ort"):
+            measured = measure_session(opened, threads)
+        rows = list(compare(opened, shape, drafter_shape, measured))
+    else:
+        record = read_device_engine(engines, f"Run: dflash-export engines {bundle} --backend BACKEND")
+        rows = list(compare_engines(opened, shape, drafter_shape, record))
     passed = all(row.passed for row in rows)
     if as_json:
         facts = [{**dataclasses.asdict(row), "difference": row.difference, "passed": row.passed} for row in rows]
@@ -95,7 +106,8 @@ def compare(
 ) -> Iterator[Comparison]:
     """Planned and real bytes of each item."""
     manifest = bundle.manifest
-    storage, executed = formulas.Storage(manifest.precision, manifest.precision), formulas.Storage("fp32", "fp32")
+    executed = formulas.Storage("fp32", "fp32")
+    storage, drafter_storage = stored_as(manifest, "target"), stored_as(manifest, "drafter")
     files = _weight_file_bytes(bundle)
     capacity = formulas.capacity_tokens(manifest.max_context_tokens, manifest.block_sizes)
     kv = formulas.kv_bytes(shape, capacity, executed.item_bytes)
@@ -105,11 +117,60 @@ def compare(
     if drafter is not None:
         drafter_kv = formulas.kv_bytes(drafter.body, capacity, executed.item_bytes)
         in_memory += formulas.drafter_bytes(drafter, executed) + drafter_kv
-        yield Comparison("drafter weight files", formulas.drafter_bytes(drafter, storage), files["drafter"], True)
+        planned = formulas.drafter_bytes(drafter, drafter_storage)
+        yield Comparison("drafter weight files", planned, files["drafter"], True)
         yield Comparison("drafter KV cache", drafter_kv, measured.drafter_kv_bytes, True)
     engines = formulas.ort_engine_bytes(shape, drafter)
     yield Comparison("engine files", engines, measured.engine_bytes, False)
     yield Comparison("session: weights in fp32 and KV", in_memory, measured.resident_growth_bytes, False)
+
+
+def compare_engines(
+    bundle: Bundle, shape: ModelShape, drafter: DrafterShape | None, record: DeviceEngineRecord
+) -> Iterator[Comparison]:
+    """The same for engines of a GPU that take their weights as inputs: each item is told, their sum is judged."""
+    manifest = bundle.manifest
+    storage, drafter_storage = stored_as(manifest, "target"), stored_as(manifest, "drafter")
+    item_bytes = formulas.ITEM_BYTES[record.execution_precision]
+    files, capacity = _weight_file_bytes(bundle), formulas.capacity_tokens(
+        manifest.max_context_tokens, record.block_sizes, record.prefill_chunk_tokens
+    )  # fmt: skip
+    weights = formulas.model_bytes(shape, storage)
+    kv, states = formulas.kv_bytes(shape, capacity, item_bytes), [*manifest.target.graph.state]
+    if drafter is not None and manifest.drafter is not None:
+        weights += formulas.drafter_bytes(drafter, drafter_storage)
+        kv += formulas.kv_bytes(drafter.body, capacity, item_bytes)
+        states += manifest.drafter.context_graph.state
+    real_kv = sum(math.prod(state.cache_shape(record.capacity_rows)) for state in states) * item_bytes
+    real_engines = sum(facts.size_bytes for facts in record.files.values())
+    rows = [
+        Comparison("weight files", weights, sum(files.values()), False),
+        Comparison("KV caches", kv, real_kv, False),
+        Comparison("engine files", engine_bytes(shape, drafter, record.block_sizes), real_engines, False),
+    ]
+    yield from rows
+    yield Comparison("sum", sum(r.planned_bytes for r in rows), sum(r.real_bytes for r in rows), True)
+
+
+def engine_bytes(shape: ModelShape, drafter: DrafterShape | None, block_sizes: Sequence[int]) -> int:
+    """Engines of a target with its drafter, or alone."""
+    if drafter is None:
+        return formulas.target_engine_bytes(shape, block_sizes)
+    return formulas.engine_bytes(shape, drafter, block_sizes)
+
+
+def stored_as(manifest: Manifest, role: str) -> formulas.Storage:
+    """How a model's layers and the tables are held, by the bundle's own list of quantised weights."""
+    target = manifest.target
+    tables = {target.embedding_weight, target.head_weight}
+    layers = {
+        facts.bits
+        for name, facts in manifest.quantized.items()
+        if name not in tables and name.startswith("drafter.") == (role == "drafter")
+    }
+    head = manifest.quantized.get(target.head_weight)
+    matrices = f"int{min(layers)}" if layers else manifest.precision
+    return formulas.Storage(matrices, manifest.precision if head is None else f"int{head.bits}")
 
 
 def _config(source: SourceFacts, given: str | None, role: str) -> dict[str, Any]:

@@ -134,8 +134,14 @@ def num_profiles(block_sizes: Sequence[int]) -> tuple[int, int]:
 
 def engine_bytes(target: ModelShape, drafter: DrafterShape, block_sizes: Sequence[int]) -> int:
     """Engines that take their weights as inputs."""
-    mine, other = num_profiles(block_sizes)
-    return (target.num_layers * mine + drafter.body.num_layers * other) * ENGINE_BYTES_PER_LAYER_AND_PROFILE
+    _, other = num_profiles(block_sizes)
+    own = drafter.body.num_layers * other * ENGINE_BYTES_PER_LAYER_AND_PROFILE
+    return target_engine_bytes(target, block_sizes) + own
+
+
+def target_engine_bytes(target: ModelShape, block_sizes: Sequence[int]) -> int:
+    """The target's engine alone."""
+    return target.num_layers * num_profiles(block_sizes)[0] * ENGINE_BYTES_PER_LAYER_AND_PROFILE
 
 
 def ort_engine_bytes(target: ModelShape, drafter: DrafterShape | None) -> int:
