@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from dflash_export import quantized_places
 from dflash_export.dequantized_weights import check_rounding, read_float_rows, read_float_weight
 from dflash_export.quantization import choose_schemes, make_scheme, quantize_options
 from dflash_export.quantized_places import quantize_places, round_rows
@@ -97,6 +99,29 @@ def test_memory_does_not_grow_with_the_weight(tmp_path: Path) -> None:
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.2 * peaks[0]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_that_wait_are_those_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, symmetric: bool
+) -> None:
+    scheme = make_scheme("int4", symmetric=symmetric)
+    assert scheme is not None
+    rounded: list[int] = []
+
+    def counting(rows: torch.Tensor, *args: Any) -> quantized_places.QuantizedRows:
+        rounded.append(len(rows))
+        return round_rows(rows, *args)
+
+    monkeypatch.setattr(quantized_places, "round_rows", counting)
+    found = []
+    for room, passes in ((1 << 20, 1), (0, 2 if symmetric else 3)):
+        monkeypatch.setattr(quantized_places, "KEPT_SCALE_BYTES", room)
+        rounded.clear()
+        parts, _ = quantize_places(weights(tmp_path, torch.bfloat16, a=(700, 1024)), {"a": scheme}, "BF16")
+        found.append(store_weights(tmp_path, f"{room}.safetensors", parts, "BF16", quiet).facts.sha256)
+        assert len(rounded) > passes and sum(rounded) == passes * 700
+    assert found[0] == found[1]
 
 
 def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash_export.quantization import GROUP_SIZES
-from dflash_export.quantized_places import QuantizedRows, RowSource, quantized_facts, quantized_parts
+from dflash_export.quantized_places import QuantizedRows, Role, RowSource, quantized_facts, quantized_parts
 from dflash_export.tensor_files import FLOAT_DTYPES, TensorPlace, stored_bytes
 from dflash_runtime.bundle import QuantizedWeight
 from dflash_runtime.errors import CheckpointError
@@ -72,8 +72,8 @@ def imported_parts(
 
 
 def _in_dtype(source: RowSource, dtype: torch.dtype) -> RowSource:
-    def rows() -> Iterator[QuantizedRows]:
-        for piece in source():
+    def rows(role: Role) -> Iterator[QuantizedRows]:
+        for piece in source(role):
             yield dataclasses.replace(piece, scales=piece.scales.to(dtype))
 
     return rows
@@ -129,7 +129,7 @@ def imported_place(
         raise CheckpointError(f"{like.file.name} has int4 groups of {group_size} over {columns} inputs: no kernels.")
     step = max(row_step, _PIECE_ELEMENTS // columns // row_step * row_step)
 
-    def source() -> Iterator[QuantizedRows]:
+    def source(role: Role) -> Iterator[QuantizedRows]:
         for start in range(0, rows, step):
             values, scales, zeros = read_rows(start, min(start + step, rows))
             scales = scales.repeat(1, repeat) if repeat > 1 else scales
