@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_runtime.bundle import Manifest
 from dflash_runtime.errors import PromptError
 from dflash_runtime.sampling_config import Sampling
+
+if TYPE_CHECKING:
+    from dflash_runtime.sampling import TokenChooser
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +34,9 @@ class GenerationConfig(Sampling):
     """Arguments for the chat template, over the bundle's own."""
     block_schedule: Callable[[int], int] | None = None
     """Block size of the n-th round, n from 0, instead of one size for all."""
+    chooser: Callable[[Sampling, Sequence[int], int], TokenChooser] | None = None
+    """Makes what chooses the tokens, with the arguments of `TokenChooser`: one that keeps scores, or rules tokens out.
+    What it says for a place may depend on the text before it alone; then the drafter changes nothing."""
 
     def check(self, manifest: Manifest) -> None:
         """Raises PromptError for the first option that cannot be used with this bundle."""

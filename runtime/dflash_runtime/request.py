@@ -27,10 +27,10 @@ class TextPieces(Iterator[str]):
         self._facts = len(prompt_ids), backend.name, config.fixed_block_size(manifest)
         stop_ids = manifest.text.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
         self._chooser = None
-        if config.needs_logits:
+        if config.needs_logits or config.chooser:
             from dflash_runtime.sampling import TokenChooser  # NumPy is for those who run something
 
-            self._chooser = TokenChooser(config, prompt_ids, manifest.target.vocab_size)
+            self._chooser = (config.chooser or TokenChooser)(config, prompt_ids, manifest.target.vocab_size)
         self._controller = controller if config.block_size == "auto" else None
         controller.begin()
         self._rounds = decode(

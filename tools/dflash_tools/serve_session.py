@@ -1,0 +1,140 @@
+"""A loaded bundle: answers one job after another, in the thread that opened it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dflash_runtime.errors import DFlashError
+from dflash_runtime.generation import GenerationConfig, GenerationResult
+from dflash_runtime.sampling import TokenChooser
+from dflash_runtime.sampling_config import Sampling
+from dflash_runtime.session import Session
+from dflash_runtime.tokenizer import Tokenizer
+from dflash_tools.error_lines import needs_extra
+from dflash_tools.run_block_size import pick_block_size
+from dflash_tools.serve_chooser import ServedChooser
+from dflash_tools.serve_errors import ApiError, as_api_error
+from dflash_tools.serve_jobs import Failed, Finished, Job, Piece, Question, ScoredToken, Started
+from dflash_tools.serve_metrics import ServeMetrics
+from dflash_tools.serve_token_text import ShownTokens, TokenTexts
+
+if TYPE_CHECKING:
+    from dflash_tools.serve_grammar import JsonGrammars
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionOptions:
+    """How bundles are opened and used."""
+
+    backend: str = "ort-cpu"
+    threads: int | None = None
+    block_size: int | None = None
+    plain: bool = False
+    max_new_tokens: int | None = None
+    """Most tokens of an answer; None: what the context has room for."""
+
+
+class LoadedBundle:
+    """A session with what is made once for it."""
+
+    def __init__(self, name: str, session: Session, options: SessionOptions, metrics: ServeMetrics) -> None:
+        if session.tokenizer is None:
+            raise DFlashError(f"{session.bundle.path} has no tokenizer, so it cannot speak text. Build it with one.")
+        self.name, self.session, self._options, self._metrics = name, session, options, metrics
+        self._tokenizer: Tokenizer = session.tokenizer
+        self._texts = TokenTexts(session.tokenizer)
+        self._picked: dict[int, GenerationConfig] = {}  # by length of context: reading the machine's state takes time
+
+    def run(self, job: Job) -> None:
+        """Answers a job: events to whoever asked, numbers to the metrics. Ends between rounds once it is cancelled."""
+        waited_s = time.monotonic() - job.arrived_s
+        try:
+            result = self._answer(job)
+        except DFlashError as error:
+            told = as_api_error(error)
+            self._metrics.count_ending(self.name, "refused" if told.status < 500 else "failed")
+            job.emit(Failed(told))
+            return
+        if result is None:
+            self._metrics.count_ending(self.name, "cancelled")
+        else:
+            self._metrics.count_result(self.name, result, waited_s)
+
+    def close(self) -> None:
+        """Frees the session."""
+        self.session.close()
+        gc.collect()  # buffers of a backend may hang in cycles
+
+    def _answer(self, job: Job) -> GenerationResult | None:
+        question, manifest = job.question, self.session.bundle.manifest
+        ids = self._prompt_ids(question)
+        choosers: list[ServedChooser] = []
+        pieces = self.session.stream(ids, self._config(question, len(ids), choosers))
+        scored: list[ScoredToken] = choosers[0].scored if choosers else []
+        shown, shown_chars = ShownTokens(self._texts, manifest.text.stop_token_ids), 0
+        job.emit(Started(len(ids)))
+        for piece in pieces:
+            if job.cancelled:
+                pieces.close()
+                return None
+            shown_chars += len(piece)
+            job.emit(Piece(piece, shown.until(scored, shown_chars)))
+        last = shown.until(scored, shown_chars)
+        result = pieces.result
+        job.emit(Finished(result, [*last, *shown.rest(shown_chars)]))
+        return result
+
+    def _prompt_ids(self, question: Question) -> list[int]:
+        prompt, tokenizer = question.prompt, self._tokenizer
+        if isinstance(prompt, str):
+            ids = tokenizer.encode_text(prompt)
+        elif prompt and not isinstance(prompt[0], int):
+            ids = tokenizer.encode_messages(prompt, question.config.template_args)  # type: ignore[arg-type]
+        else:
+            ids = list(prompt)  # type: ignore[arg-type]
+        room = self.session.bundle.manifest.max_context_tokens
+        if len(ids) > room:
+            raise ApiError(400, f"The prompt has {len(ids)} tokens and this model's context {room}. Shorten it.",
+                           code="context_length_exceeded")  # fmt: skip
+        return ids
+
+    def _config(self, question: Question, prompt_tokens: int, choosers: list[ServedChooser]) -> GenerationConfig:
+        config, most = question.config, self._options.max_new_tokens
+        wanted = config.max_new_tokens or most or self.session.bundle.manifest.max_context_tokens
+        if most is not None and wanted > most:
+            field = question.max_tokens_field
+            raise ApiError(400, f"{field} is {wanted}; this server answers with at most {most} tokens.", param=field,
+                           code="invalid_value")  # fmt: skip
+        config = dataclasses.replace(config, max_new_tokens=wanted)
+        if question.top_logprobs is not None or question.json_schema is not None:
+            config = dataclasses.replace(config, chooser=functools.partial(self._chooser, question, choosers))
+        size = self._block_size(config, prompt_tokens + wanted // 2)
+        return dataclasses.replace(config, block_size=size.block_size, plain=size.plain)
+
+    def _chooser(self, question: Question, choosers: list[ServedChooser], sampling: Sampling, prompt: Sequence[int],
+                 vocab_size: int) -> TokenChooser:  # fmt: skip
+        grammar = None if question.json_schema is None else self._grammars.compile(question.json_schema)
+        top = question.top_logprobs
+        choosers.append(ServedChooser(sampling, prompt, vocab_size, top_logprobs=top, grammar=grammar))
+        return choosers[-1]
+
+    @functools.cached_property
+    def _grammars(self) -> JsonGrammars:
+        with needs_extra("serve"):
+            from dflash_tools.serve_grammar import JsonGrammars
+        return JsonGrammars(self.session.bundle)
+
+    def _block_size(self, config: GenerationConfig, context_tokens: int) -> GenerationConfig:
+        """Block size or plain decoding: the server's option, else the speed profile's for this length of context."""
+        near = 1 << max(0, context_tokens - 1).bit_length()
+        if near not in self._picked:
+            options = self._options
+            given = GenerationConfig(max_new_tokens=1, block_size=options.block_size, plain=options.plain)
+            picked = pick_block_size(self.session.bundle, given, options.backend, options.threads, near)
+            self._picked[near] = picked.config
+        return self._picked[near]
