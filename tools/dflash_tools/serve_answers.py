@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -48,19 +48,21 @@ class Answer:
             ApiError: one of them failed, or a time-out passed.
         """
         running, ahead = False, len(self._jobs)
-        deadline = self._loop.time() + self._limits.queue_timeout_s
-        while ahead:
-            try:
-                left = deadline - self._loop.time()
-                index, event = await asyncio.wait_for(self._events.get(), max(left, 0))
-            except asyncio.TimeoutError:
-                raise self._too_late(running) from None
-            if isinstance(event, Failed):
-                raise event.error
-            if isinstance(event, Started) and not running:
-                running, deadline = True, self._loop.time() + self._limits.request_timeout_s
-            ahead -= isinstance(event, Finished)
-            yield index, event
+        # A timer that is one more event: `asyncio.wait_for` of Python 3.11 loses a cancellation that meets a result.
+        timer = self._fail_after(self._limits.queue_timeout_s, self._waited_too_long)
+        try:
+            while ahead:
+                index, event = await self._events.get()
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Started) and not running:
+                    running = True
+                    timer.cancel()
+                    timer = self._fail_after(self._limits.request_timeout_s, self._took_too_long)
+                ahead -= isinstance(event, Finished)
+                yield index, event
+        finally:
+            timer.cancel()
 
     def cancel(self) -> None:
         """Frees places in the queue and ends what runs; what is complete stays so."""
@@ -70,12 +72,16 @@ class Answer:
     def _tell(self, index: int, event: Event) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-    def _too_late(self, running: bool) -> ApiError:
-        if running:
-            return ApiError(504, f"The answer was not complete after {self._limits.request_timeout_s:g} s. Ask for "
-                            "fewer tokens.", code="request_timeout")  # fmt: skip
-        return ApiError(503, f"The request waited {self._limits.queue_timeout_s:g} s without its turn coming. Ask "
-                        "again.", code="queue_timeout", retry_after_s=10)  # fmt: skip
+    def _fail_after(self, seconds: float, error: Callable[[], ApiError]) -> asyncio.TimerHandle:
+        return self._loop.call_later(seconds, lambda: self._events.put_nowait((0, Failed(error()))))
+
+    def _waited_too_long(self) -> ApiError:
+        said = f"The request waited {self._limits.queue_timeout_s:g} s without its turn coming. Ask again."
+        return ApiError(503, said, code="queue_timeout", retry_after_s=10)
+
+    def _took_too_long(self) -> ApiError:
+        said = f"The answer was not complete after {self._limits.request_timeout_s:g} s. Ask for fewer tokens."
+        return ApiError(504, said, code="request_timeout")
 
 
 class AnswerResponse:
