@@ -64,8 +64,20 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "training_start",
     "training_taps",
     "training_target",
-}
-HEAVY = ["torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "huggingface_hub", "safetensors"]
+} | {
+    "serve_answers",
+    "serve_app",
+    "serve_grammar",
+    "serve_limits",
+    "serve_metrics",
+    "serve_process",
+    "serve_replies",
+    "serve_session",
+}  # fmt: skip
+HEAVY = [
+    "torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "huggingface_hub", "safetensors",
+    "starlette", "uvicorn", "prometheus_client", "llguidance",
+]  # fmt: skip
 
 TRAIN = ["train-drafter", "--target", "x", "--data", "x", "--out", "x"]
 
@@ -133,8 +145,8 @@ def test_every_engines_module_imports_where_torch_is_absent() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "", "check-pair", "build", "add-drafter", "engines", "run", "inspect", "validate", "reference", "make-data",
-        "train-drafter",
+        "", "check-pair", "build", "add-drafter", "engines", "run", "serve", "inspect", "validate", "reference",
+        "make-data", "train-drafter",
     ],
 )  # fmt: skip
 def test_help_works_with_the_base_install(command: str) -> None:
@@ -149,7 +161,7 @@ def test_help_works_with_the_base_install(command: str) -> None:
     ("arguments", "extra"),
     [
         (["build", "--target", "x"], "export"), (["add-drafter", "x", "y"], "export"), (TRAIN, "export"),
-        (["check-pair", "x", "y"], "export"),
+        (["check-pair", "x", "y"], "export"), (["serve", "x"], "serve"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(arguments: list[str], extra: str) -> None:

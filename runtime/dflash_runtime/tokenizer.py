@@ -68,6 +68,10 @@ class Tokenizer:
             ids.insert(0, self._bos_token_id)
         return ids
 
+    def name(self, token_id: int) -> str | None:
+        """A token as the vocabulary spells it; None for an id without one."""
+        return self._tokens.id_to_token(token_id)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
         return self._tokens.decode(ids, skip_special_tokens=True)

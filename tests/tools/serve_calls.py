@@ -84,11 +84,23 @@ def serving(
         pool.close()
 
 
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "onnx", "onnx_ir", "safetensors", "huggingface_hub"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Block())
+"""
+
+
 @contextmanager
-def served_apart(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`dflash-export serve` as a process, and its address."""
+def served_apart(place: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`dflash-export serve` as a process, where torch and the exporter's packages are absent, and its address."""
+    (place / "sitecustomize.py").write_text(BLOCK)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
     argv = [sys.executable, "-m", "dflash_tools.cli", "serve", *map(str, arguments), "--port", "0", "--threads", "1"]
-    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=env)
     assert process.stderr is not None
     try:
         lines = []

@@ -150,13 +150,20 @@ def test_log_probabilities_belong_to_the_words(client: openai.OpenAI, session: S
     for token in content:
         assert token.top_logprobs[0].token == token.token  # greedy: the likeliest
         assert token.top_logprobs[0].logprob == token.logprob <= 0
-        assert token.bytes == (None if token.token == "\ufffd" else list(token.token.encode()))
+        assert bytes(token.bytes or []).decode("utf-8", "replace") == token.token
         logprobs = [other.logprob for other in token.top_logprobs]
         assert logprobs == sorted(logprobs, reverse=True)
         assert sum(map(math.exp, logprobs)) < 1
     streamed = [chunk.choices[0].logprobs for chunk in client.chat.completions.create(stream=True, **options)]
     pieces = [token for found in streamed if found is not None for token in found.content or []]
     assert pieces == content
+
+
+def test_a_part_of_a_character_has_its_byte(client: openai.OpenAI) -> None:
+    options: Any = {"logit_bias": {"195": 100}, "max_tokens": 2, "temperature": 0, "logprobs": True}
+    found = client.chat.completions.create(model="pair", messages=MESSAGES, **options)
+    assert found.choices[0].logprobs is not None
+    assert [(t.token, t.bytes) for t in found.choices[0].logprobs.content or []] == [("\ufffd", [195])] * 2
 
 
 def test_log_probabilities_are_those_of_plain_decoding(client: openai.OpenAI, session: Session) -> None:
@@ -180,7 +187,7 @@ def test_log_probabilities_are_those_of_plain_decoding(client: openai.OpenAI, se
     assert told == pytest.approx([token.logprob for token in expected], abs=1e-4)
 
 
-def test_log_probabilities_of_completions_end_where_the_text_is_stopped(client: openai.OpenAI, session: Session) -> None:
+def test_log_probabilities_of_completions_end_where_the_text_does(client: openai.OpenAI, session: Session) -> None:
     whole = answer(session, "ab", raw=True).text
     stop = whole[7:10]
     found = client.completions.create(model="pair", prompt="ab", logprobs=2, stop=stop, **STEPS)
@@ -255,11 +262,13 @@ def test_models(client: openai.OpenAI) -> None:
         client.models.retrieve("other")
 
 
-CHAT_FAULTS: list[tuple[dict[str, Any], str, str]] = [
+CHAT_FAULTS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"temperature": 3}, "temperature", "3"), ({"top_p": "a"}, "top_p", "'a'"), ({"n": 0}, "n", "0"),
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "4"), ({"max_tokens": 0}, "max_tokens", "0"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "4"), ({"seed": 1.5}, "seed", "1.5"),
-    ({"logit_bias": {"x": 1}}, "logit_bias", "'x'"), ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "'x'"), ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "9"),
+    ({"logit_bias": {"264": 1}}, None, "263"), ({"repetition_penalty": -1}, "repetition_penalty", "-1"),
+    ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream"), ({"messages": []}, "messages", "[]"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "None"),
@@ -279,7 +288,7 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("fields", "param", "word"), CHAT_FAULTS, ids=lambda value: None)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_wrong_field_is_named(
-    client: openai.OpenAI, fields: dict[str, Any], param: str, word: str, stream: bool
+    client: openai.OpenAI, fields: dict[str, Any], param: str | None, word: str, stream: bool
 ) -> None:
     body = {"messages": MESSAGES, "stream": stream, **fields}
     if "stream_options" in fields and stream:
@@ -315,7 +324,8 @@ def test_errors_of_the_prompt(client: openai.OpenAI, server: Running) -> None:
         client.chat.completions.create(model="gpt-4o", messages=MESSAGES)
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     assert "pair" in missing.value.message
-    for body, status in [(b"{", 400), (b"[]", 400), (b'{"model": NaN}', 400), (b"[" * 100_000, 400), (b"\xff", 400)]:
+    for body, status in [(b"{", 400), (b"[]", 400), (b'{"model": NaN}', 400), (b"[" * 100_000, 400), (b"\xff", 400),
+                         (b'{"model": "\\ud800"}', 400)]:
         found = server.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
         assert (found.status_code, found.json()["error"]["type"]) == (status, "invalid_request_error")
     found = server.post("/v1/chat/completions", content=b"{}", headers={"Content-Type": "text/plain"})
@@ -328,8 +338,10 @@ def test_a_template_that_refuses_is_the_clients_fault(tmp_path: Path) -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     folder = write_bundle(tmp_path / "strict", Sizes(likely_tokens=3), template=template)
     silent = write_bundle(tmp_path / "silent", Sizes(likely_tokens=3), template=None)
-    with serving([folder, silent]) as running:
-        for name, words in (("strict", "roles must alternate"), ("silent", "no chat template")):
+    broken = write_bundle(tmp_path / "broken", Sizes(likely_tokens=3), template="{{ 1 / messages[1:]|length }}")
+    words_of = {"strict": "roles must alternate", "silent": "no chat template", "broken": "division by zero"}
+    with serving([folder, silent, broken]) as running:
+        for name, words in words_of.items():
             with pytest.raises(openai.BadRequestError, match=words):
                 running.client().chat.completions.create(model=name, messages=MESSAGES)
 

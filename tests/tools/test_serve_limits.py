@@ -124,7 +124,8 @@ def test_hosts_of_a_server_on_loopback(folder: Path) -> None:
         True, True, False, False,
     )  # fmt: skip
     with serving([folder], Limits(allowed_hosts=allowed_hosts("127.0.0.1", ["box"]))) as server:
-        for host, status in [("box:80", 200), ("localhost", 200), ("[::1]:8000", 200), ("evil.example", 403), ("", 403)]:
+        known = [("box:80", 200), ("localhost", 200), ("[::1]:8000", 200)]
+        for host, status in [*known, ("evil.example", 403), ("", 403)]:
             found = server.get("/health", headers={"Host": host})
             assert found.status_code == status, host
         assert found.json()["error"]["code"] == "host_not_allowed"

@@ -27,11 +27,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_bundle(tmp_path_factory.mktemp("served") / "pair", Sizes(likely_tokens=3, max_context=1024))
 
 
-def test_sigterm_answers_what_runs_and_what_waits_and_refuses_the_rest(folder: Path) -> None:
+def test_sigterm_answers_what_runs_and_what_waits_and_refuses_the_rest(folder: Path, tmp_path: Path) -> None:
     with Session.open(folder, threads=1) as session:
         expected = [session.generate(MESSAGES, GenerationConfig(max_new_tokens=600, seed=i, temperature=1)).text
                     for i in range(6)]  # fmt: skip
-    with served_apart(folder) as (process, url):
+    with served_apart(tmp_path, folder) as (process, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
         def ask(i: int) -> str:
@@ -67,8 +67,9 @@ def test_what_outlasts_the_drain_fails_and_is_told(folder: Path) -> None:
         stopping.join()
 
 
-def test_bundles_have_names(folder: Path) -> None:
-    with served_apart(f"small={folder}", folder, "--preload", "--max-new-tokens", 5, "--temperature", 0) as (_, url):
+def test_bundles_have_names(folder: Path, tmp_path: Path) -> None:
+    options = ("--preload", "--max-new-tokens", 5, "--temperature", 0)
+    with served_apart(tmp_path, f"small={folder}", folder, *options) as (_, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["small", "pair"]
         assert "dflash_loaded_bundles 2.0" in httpx2.get(f"{url}/metrics").text
@@ -83,7 +84,8 @@ def test_bundles_have_names(folder: Path) -> None:
 def test_what_cannot_be_served_is_one_line(invoke: Invoke, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("\n\n")
     for arguments, words in [
-        ([tmp_path], "bundle.json"), ([folder, f"pair={folder}"], "Both"), ([folder, "--backend", "tensorrt"], "engines"),
+        ([tmp_path], "bundle.json"), ([folder, f"pair={folder}"], "Both"),
+        ([folder, "--backend", "tensorrt"], "engines"),
         ([folder, "--memory-budget", "1kB"], "--memory-budget is 1.0 kB"), ([folder, "--host", "300.1.1.1"], "listen"),
         ([folder, "--api-key-file", tmp_path / "keys"], "no API key"),
     ]:  # fmt: skip

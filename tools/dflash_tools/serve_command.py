@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,10 +70,10 @@ def command(bundles: tuple[str, ...], host: str, port: int, **options: Any) -> N
     try:
         if options["preload"]:
             app.pool.preload()
-        _tell(served, host, listener.getsockname()[1])
         if not keys and not is_loopback(host):
             click.echo(f"Warning: there is no API key, so whoever reaches {host} may ask: --api-key-file.", err=True)
-        DrainingServer(app, options["drain_timeout"]).run(sockets=[listener])
+        ready = functools.partial(_tell, served, host, listener.getsockname()[1])
+        DrainingServer(app, options["drain_timeout"], ready).run(sockets=[listener])
     finally:
         app.pool.close()
         listener.close()

@@ -14,6 +14,8 @@ def parse_body(body: bytes) -> dict[str, Any]:
     """The JSON object in a body; ApiError where it is none."""
     try:
         found = json.loads(body, parse_constant=_no_constant)
+        if b"\\ud" in body.lower():
+            json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no character
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from error
     if not isinstance(found, dict):

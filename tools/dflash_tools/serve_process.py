@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import click
@@ -58,17 +59,24 @@ class DrainingServer(uvicorn.Server):
     Args:
         app: What is served.
         drain_timeout_s: Longest wait for answers; then they fail.
+        ready: Called once requests are taken.
     """
 
-    def __init__(self, app: ServeApp, drain_timeout_s: float) -> None:
+    def __init__(self, app: ServeApp, drain_timeout_s: float, ready: Callable[[], None] | None = None) -> None:
         # Addresses in headers are what a client claims; turns are taken by who is connected.
         super().__init__(uvicorn.Config(
             app.gate, http=TimedProtocol, ws="none", lifespan="on", loop="asyncio", access_log=False,
             log_level="warning", proxy_headers=False, server_header=False, timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_LAST_BYTES_S,
         ))  # fmt: skip
-        self._app, self._drain_timeout_s = app, drain_timeout_s
+        self._app, self._drain_timeout_s, self._ready = app, drain_timeout_s, ready
         self._drain_until_s: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens; signals are caught from before."""
+        await super().startup(sockets)
+        if self._ready is not None:
+            self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal: the first one drains, the second one ends at once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -153,7 +154,7 @@ def _logit_bias(given: Mapping[str, Any]) -> dict[int, float]:
     found = {}
     for token, bias in given.items():
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100 <= bias <= 100
-        if not token.isdecimal() or not is_number:
+        if not re.fullmatch("[0-9]{1,9}", token) or not is_number:
             raise wrong_field("logit_bias", {token: bias}, "token ids with numbers from -100 to 100")
         found[int(token)] = float(bias)
     return found

@@ -7,7 +7,7 @@ import functools
 import gc
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.generation import GenerationConfig, GenerationResult
@@ -90,11 +90,11 @@ class LoadedBundle:
         return result
 
     def _prompt_ids(self, question: Question) -> list[int]:
-        prompt, tokenizer = question.prompt, self._tokenizer
+        prompt = question.prompt
         if isinstance(prompt, str):
-            ids = tokenizer.encode_text(prompt)
+            ids = self._tokenizer.encode_text(prompt)
         elif prompt and not isinstance(prompt[0], int):
-            ids = tokenizer.encode_messages(prompt, question.config.template_args)  # type: ignore[arg-type]
+            ids = self._message_ids(question)
         else:
             ids = list(prompt)  # type: ignore[arg-type]
         room = self.session.bundle.manifest.max_context_tokens
@@ -102,6 +102,16 @@ class LoadedBundle:
             raise ApiError(400, f"The prompt has {len(ids)} tokens and this model's context {room}. Shorten it.",
                            code="context_length_exceeded")  # fmt: skip
         return ids
+
+    def _message_ids(self, question: Question) -> list[int]:
+        messages: Any = question.prompt
+        try:
+            return self._tokenizer.encode_messages(messages, question.config.template_args)
+        except DFlashError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_prompt") from error
+        except Exception as error:  # a template is a program that came with the checkpoint: anything may be raised
+            raise ApiError(400, f"The chat template fails at these messages: {error!r}. Change them.", param="messages",
+                           code="invalid_prompt") from error  # fmt: skip
 
     def _config(self, question: Question, prompt_tokens: int, choosers: list[ServedChooser]) -> GenerationConfig:
         config, most = question.config, self._options.max_new_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Collection
 
@@ -10,6 +11,8 @@ from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools.serve_jobs import ScoredToken, TokenText
 
 _REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+"""A byte as SentencePiece vocabularies name it."""
 
 
 class TokenTexts:
@@ -25,12 +28,35 @@ class TokenTexts:
         self._known: dict[int, tuple[str, bytes | None]] = {}
 
     def of(self, token: int) -> tuple[str, bytes | None]:
-        """Text and bytes of a token; no bytes where it is special, or a part of a character."""
+        """Text and bytes of a token; its name and no bytes where it stands for no text."""
         if token not in self._known:
             text = self.tokenizer.decode([*self._before, token]).removeprefix(self._before_text)
+            name = self.tokenizer.name(token) or f"token_id:{token}"
             whole = text and _REPLACEMENT not in text
-            self._known[token] = (text or f"token_id:{token}", text.encode() if whole else None)
+            self._known[token] = (text or name, text.encode() if whole else _part_of_character(name, text))
         return self._known[token]
+
+
+def _part_of_character(name: str, text: str) -> bytes | None:
+    """The bytes a token's name spells, in one of the two usual ways, if they show as `text`."""
+    if _BYTE_TOKEN.fullmatch(name):
+        found = bytes([int(name[3:5], 16)])
+    elif all(character in _BYTE_OF for character in name):
+        found = bytes(_BYTE_OF[character] for character in name)
+    else:
+        return None
+    return found if found.decode("utf-8", "replace") == text else None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's spelling: printable bytes as themselves, the others as the characters from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelled = {chr(byte): byte for byte in printable}
+    return {**spelled, **{chr(256 + i): byte for i, byte in enumerate(others)}}
+
+
+_BYTE_OF = _byte_level_alphabet()
 
 
 class ShownTokens:
