@@ -58,7 +58,9 @@ def serving(
     from dflash_runtime import Session
 
     wanted = options or SessionOptions(threads=1)
-    metrics, bundles = ServeMetrics(), find_bundles([str(f) for f in folders], "ort-cpu", budget_bytes)
+    metrics, bundles = ServeMetrics(), find_bundles(
+        [str(f) for f in folders], "ort-cpu", budget_bytes, wanted.config()
+    )
 
     def load(facts: ServedBundle) -> LoadedBundle:
         loaded = LoadedBundle(facts.name, Session.open(facts.path, threads=1), wanted, metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -89,9 +90,10 @@ def test_time_outs(folder: Path) -> None:
 def test_keys(folder: Path) -> None:
     with serving([folder], Limits(api_keys=["first", "sécond"])) as server:
         assert server.client("first").models.list().data[0].id == "pair"
-        for key in ("first ", "firs", "other"):
+        assert server.get("/v1/models", headers={"Authorization": "Bearer sécond".encode()}).status_code == 200
+        for key in ("firstx", "firs", "other"):
             with pytest.raises(openai.AuthenticationError) as caught:
-                server.client(key.strip() + ("x" if key.endswith(" ") else "")).chat.completions.create(**SHORT)
+                server.client(key).chat.completions.create(**SHORT)
             assert caught.value.code == "invalid_api_key"
         assert server.get("/v1/models").headers["www-authenticate"] == "Bearer"
         assert server.get("/metrics").status_code == 401
@@ -164,7 +166,21 @@ def test_a_connection_without_a_request_is_closed(folder: Path, monkeypatch: pyt
                     found += link.recv(1000)
             link.sendall(b"GET /hea")
             assert link.recv(1000) == b""
-        assert server.client().chat.completions.create(**{**ENDLESS, "max_tokens": 1500}).usage is not None
+        assert server.client().chat.completions.create(**{**ENDLESS, "max_tokens": 600}).usage is not None
+
+
+def test_a_client_that_does_not_read_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_tools.serve_answers._READING_S", 0.2)
+    monkeypatch.setattr("dflash_tools.serve_answers._STREAM_HEADERS", [(b"x-long", b"x" * 20_000_000)])
+    with serving([folder], Limits(queue_timeout_s=0.4, request_timeout_s=0.4)) as server:
+        port = int(server.url.rpartition(":")[2])
+        body = json.dumps({**ENDLESS, "stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as link:
+            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            link.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            wait_until(lambda: server.app.gate.under_way == 1)
+            wait_until(lambda: server.app.gate.under_way == 0, limit_s=5)
+            wait_until(lambda: server.app.pool.running() == 0, limit_s=5)
 
 
 def test_bundles_leave_within_the_budget(folder: Path, tmp_path: Path) -> None:

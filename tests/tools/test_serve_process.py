@@ -87,7 +87,8 @@ def test_what_cannot_be_served_is_one_line(invoke: Invoke, folder: Path, tmp_pat
         ([tmp_path], "bundle.json"), ([folder, f"pair={folder}"], "Both"),
         ([folder, "--backend", "tensorrt"], "engines"),
         ([folder, "--memory-budget", "1kB"], "--memory-budget is 1.0 kB"), ([folder, "--host", "300.1.1.1"], "listen"),
-        ([folder, "--api-key-file", tmp_path / "keys"], "no API key"),
+        ([folder, "--api-key-file", tmp_path / "keys"], "no API key"), ([folder, "--block-size", 9], "from 1 to 8"),
+        ([folder, "--block-size", 4, "--plain"], "contradict"),
     ]:  # fmt: skip
         done = invoke("serve", *arguments)
         assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1), done.stderr

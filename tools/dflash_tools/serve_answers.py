@@ -18,6 +18,7 @@ from dflash_tools.serve_pool import BundlePool
 from dflash_tools.serve_replies import Reply
 from dflash_tools.serve_requests import Order
 
+_READING_S = 30.0
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -87,8 +88,10 @@ class Answer:
 class AnswerResponse:
     """An ASGI response that ends its jobs when the client leaves."""
 
-    def __init__(self, answer: Answer, order: Order, reply: Reply) -> None:
+    def __init__(self, answer: Answer, order: Order, reply: Reply, limits: Limits) -> None:
         self._answer, self._order, self._reply = answer, order, reply
+        # Both time-outs are over by then: whoever has not read the answer yet does not read.
+        self._longest_s = limits.queue_timeout_s + limits.request_timeout_s + _READING_S
         self._prompt_tokens = 0
         self._texts = [""] * len(order.questions)
         self._tokens: list[list[TokenText]] = [[] for _ in order.questions]
@@ -99,7 +102,7 @@ class AnswerResponse:
         work = asyncio.ensure_future(self._work(scope, receive, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, gone}, timeout=self._longest_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._answer.cancel()
             for task in (work, gone):

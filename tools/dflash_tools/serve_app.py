@@ -70,7 +70,7 @@ class ServeApp:
         wants_logprobs = order.questions[0].top_logprobs is not None
         reply = Reply(shape, facts.name, facts.fingerprint, wants_logprobs, order.include_usage)
         answer = Answer(self.pool, order, request.state.client, self.limits)
-        return AnswerResponse(answer, order, reply)
+        return AnswerResponse(answer, order, reply, self.limits)
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model_card(facts) for facts in self.bundles]})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle
 from dflash_runtime.errors import DFlashError
+from dflash_runtime.generation import GenerationConfig
 from dflash_tools.bundle_memory import session_memory
 from dflash_tools.engine_place import find_engine_place
 from dflash_tools.sizes import bytes_text
@@ -28,15 +29,19 @@ class ServedBundle:
     """When the manifest was written, in seconds since 1970."""
 
 
-def find_bundles(given: Sequence[str], backend: str, budget_bytes: int | None) -> list[ServedBundle]:
+def find_bundles(
+    given: Sequence[str], backend: str, budget_bytes: int | None, config: GenerationConfig
+) -> list[ServedBundle]:
     """Reads the manifest of each bundle.
 
     Args:
         given: Folders, each alone (its last part is the name) or as NAME=FOLDER.
         backend: What will execute them.
         budget_bytes: Memory for loaded bundles; None: no limit.
+        config: Options that all answers will have.
 
     Raises:
+        PromptError: a bundle cannot be used with these options.
         BundleError: no bundle there.
         EngineError: it has no engines for the backend.
         DFlashError: two of one name, or one that does not fit the budget.
@@ -46,7 +51,7 @@ def find_bundles(given: Sequence[str], backend: str, budget_bytes: int | None) -
         name, path = _name_and_path(text)
         if name in found:
             raise DFlashError(f"Both {found[name].path} and {path} are called {name!r}. Name them, as OTHER={path}.")
-        found[name] = _read(name, path, backend)
+        found[name] = _read(name, path, backend, config)
         needed = found[name].memory_bytes
         if budget_bytes is not None and needed > budget_bytes:
             raise DFlashError(f"{path} needs about {bytes_text(needed)} and --memory-budget is "
@@ -61,8 +66,11 @@ def _name_and_path(text: str) -> tuple[str, Path]:
     return Path(text).resolve().name, Path(text)
 
 
-def _read(name: str, path: Path, backend: str) -> ServedBundle:
+def _read(name: str, path: Path, backend: str, config: GenerationConfig) -> ServedBundle:
     bundle = Bundle.open(path)
+    config.check(bundle.manifest)
+    if not (path / "tokenizer" / "tokenizer.json").is_file():
+        raise DFlashError(f"{path} has no tokenizer, so it cannot speak text. Build it from a checkpoint with one.")
     place = find_engine_place(bundle, backend)
     memory, manifest = session_memory(bundle, place.precision), path / MANIFEST_NAME
     needed = memory.weight_bytes + memory.kv_bytes + place.file_bytes

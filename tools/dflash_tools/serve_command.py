@@ -19,9 +19,10 @@ from dflash_tools.sizes import bytes_text
 if TYPE_CHECKING:
     from dflash_tools.serve_app import ServeApp
     from dflash_tools.serve_limits import Limits
-    from dflash_tools.serve_session import LoadedBundle
+    from dflash_tools.serve_session import LoadedBundle, SessionOptions
 
 KEY_VARIABLE = "DFLASH_API_KEY"
+_OF_SESSIONS = ("backend", "threads", "block_size", "plain", "max_new_tokens")
 _SECONDS = click.FloatRange(min=0.001)
 
 
@@ -63,9 +64,11 @@ def command(bundles: tuple[str, ...], host: str, port: int, **options: Any) -> N
     with needs_extra("serve"):
         from dflash_tools.serve_limits import allowed_hosts, is_loopback
         from dflash_tools.serve_process import DrainingServer, listen
+        from dflash_tools.serve_session import SessionOptions
     keys = _read_keys(options["api_key_file"])
-    served = find_bundles(bundles, options["backend"], options["memory_budget"])
-    app = _app(served, _limits(options, keys, allowed_hosts(host, options["hosts"])), options)
+    wanted = SessionOptions(**{name: options[name] for name in _OF_SESSIONS})
+    served = find_bundles(bundles, wanted.backend, options["memory_budget"], wanted.config())
+    app = _app(served, wanted, _limits(options, keys, allowed_hosts(host, options["hosts"])), options)
     listener = listen(host, port)
     try:
         if options["preload"]:
@@ -79,15 +82,13 @@ def command(bundles: tuple[str, ...], host: str, port: int, **options: Any) -> N
         listener.close()
 
 
-def _app(served: list[ServedBundle], limits: Limits, options: dict[str, Any]) -> ServeApp:
+def _app(served: list[ServedBundle], wanted: SessionOptions, limits: Limits, options: dict[str, Any]) -> ServeApp:
     from dflash_tools.serve_app import ServeApp
     from dflash_tools.serve_metrics import ServeMetrics
     from dflash_tools.serve_pool import BundlePool
-    from dflash_tools.serve_session import LoadedBundle, SessionOptions
+    from dflash_tools.serve_session import LoadedBundle
 
     metrics = ServeMetrics()
-    wanted = SessionOptions(options["backend"], options["threads"], options["block_size"], options["plain"],
-                            options["max_new_tokens"])  # fmt: skip
 
     def load(facts: ServedBundle) -> LoadedBundle:
         session = Session.open(facts.path, backend=wanted.backend, threads=wanted.threads)

@@ -30,9 +30,9 @@ class Limits:
     request_timeout_s: float = 600
     """From a request's turn to the end of its answer."""
     api_keys: Sequence[str] = ()
-    """None: everybody may ask."""
+    """Empty: everybody may ask."""
     allowed_hosts: Sequence[str] = ()
-    """Names that may stand in a Host header; none: any."""
+    """Names that may stand in a Host header; empty: any."""
 
 
 def allowed_hosts(host: str, given: Sequence[str]) -> list[str]:
@@ -114,7 +114,7 @@ class Gate:
         kind, _, given = authorization.partition(" ")
         given = given.strip() if kind.lower() == "bearer" else ""
         # Every key is compared, and in constant time: how long it takes tells nothing.
-        matches = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
+        matches = [hmac.compare_digest(given.encode("latin-1"), key.encode()) for key in keys]
         if not any(matches):
             said = "The API key is not one of this server's" if given else "No API key was given"
             raise ApiError(401, f"{said}. Send it as: Authorization: Bearer KEY", code="invalid_api_key")

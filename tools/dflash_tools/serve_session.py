@@ -38,6 +38,10 @@ class SessionOptions:
     max_new_tokens: int | None = None
     """Most tokens of an answer; None: what the context has room for."""
 
+    def config(self) -> GenerationConfig:
+        """What all answers have in common."""
+        return GenerationConfig(max_new_tokens=self.max_new_tokens or 1, block_size=self.block_size, plain=self.plain)
+
 
 class LoadedBundle:
     """A session with what is made once for it."""
@@ -123,7 +127,7 @@ class LoadedBundle:
         config = dataclasses.replace(config, max_new_tokens=wanted)
         if question.top_logprobs is not None or question.json_schema is not None:
             config = dataclasses.replace(config, chooser=functools.partial(self._chooser, question, choosers))
-        size = self._block_size(config, prompt_tokens + wanted // 2)
+        size = self._block_size(prompt_tokens + wanted // 2)
         return dataclasses.replace(config, block_size=size.block_size, plain=size.plain)
 
     def _chooser(self, question: Question, choosers: list[ServedChooser], sampling: Sampling, prompt: Sequence[int],
@@ -139,12 +143,12 @@ class LoadedBundle:
             from dflash_tools.serve_grammar import JsonGrammars
         return JsonGrammars(self.session.bundle)
 
-    def _block_size(self, config: GenerationConfig, context_tokens: int) -> GenerationConfig:
+    def _block_size(self, context_tokens: int) -> GenerationConfig:
         """Block size or plain decoding: the server's option, else the speed profile's for this length of context."""
         near = 1 << max(0, context_tokens - 1).bit_length()
         if near not in self._picked:
             options = self._options
-            given = GenerationConfig(max_new_tokens=1, block_size=options.block_size, plain=options.plain)
-            picked = pick_block_size(self.session.bundle, given, options.backend, options.threads, near)
+            config = dataclasses.replace(options.config(), max_new_tokens=1)
+            picked = pick_block_size(self.session.bundle, config, options.backend, options.threads, near)
             self._picked[near] = picked.config
         return self._picked[near]
