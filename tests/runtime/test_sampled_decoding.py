@@ -114,3 +114,29 @@ def test_options_that_make_no_sense(shared: Session) -> None:
     for options, words in (({"temperature": -1.0}, "temperature"), ({"logit_bias": {999: 1.0}}, "logit_bias")):
         with pytest.raises(PromptError, match=words):
             ask(shared, **options)
+
+
+def test_a_request_may_bring_its_own_chooser(shared: Session) -> None:
+    made: list[TokenChooser] = []
+
+    class Odd(TokenChooser):
+        """Rules out even tokens."""
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.committed: list[int] = []
+            made.append(self)
+
+        def choose(self, logits: Any, proposed: Any, position: int) -> list[int]:
+            ruled = logits.copy()
+            ruled[:, ::2] = -1e30
+            return super().choose(ruled, proposed, position)
+
+        def commit(self, tokens: Any) -> None:
+            super().commit(tokens)
+            self.committed += tokens
+
+    for options in ({}, {"temperature": 0.8, "seed": 4}):
+        plain, drafted = (ask(shared, chooser=Odd, plain=plain, **options) for plain in (True, False))
+        assert drafted.token_ids == plain.token_ids == made[-1].committed
+        assert all(token % 2 for token in plain.token_ids)

@@ -12,7 +12,7 @@ import click
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.session import Session
 from dflash_tools.error_lines import DFlashCommand, needs_extra
-from dflash_tools.option_values import MEMORY_SIZE
+from dflash_tools.option_values import BLOCK_SIZE, MEMORY_SIZE
 from dflash_tools.serve_bundles import ServedBundle, find_bundles
 from dflash_tools.sizes import bytes_text
 
@@ -36,8 +36,8 @@ _SECONDS = click.FloatRange(min=0.001)
               help="Name clients may call the server by; repeatable. [default: any; bound to loopback: localhost only]")
 @click.option("--backend", default="ort-cpu", show_default=True, help="What executes the graphs.")
 @click.option("--threads", type=int, metavar="N", help="CPU threads of a bundle. [default: the backend chooses]")
-@click.option("--block-size", type=int, metavar="N",
-              help="Tokens in a block, anchor included. [default: the fastest by `tune`, else the drafter's own]")
+@click.option("--block-size", type=BLOCK_SIZE, metavar="N|auto",
+              help="Tokens in a block, anchor included; auto: what pays, round by round. [default: as `run`]")
 @click.option("--plain", is_flag=True, help="Decode without the drafter.")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=1.0, show_default=True,
               help="Where a request says none. OpenAI's is 1; 0 takes the likeliest token.")

@@ -78,8 +78,11 @@ class BundlePool:
         """Puts jobs of one request into the queue of a bundle, all or none.
 
         Raises:
-            ApiError: the queue is full, or the server is shutting down.
+            ApiError: the queue is full or too short for them, or the server is shutting down.
         """
+        if len(jobs) > self._max_waiting:
+            raise ApiError(400, f"{len(jobs)} answers are asked for at once, and this server's queue has "
+                           f"{self._max_waiting} places. Ask for fewer.", param="n", code="invalid_value")  # fmt: skip
         with self._changed:
             if self._closing:
                 raise ApiError(503, _SHUTTING_DOWN, code="shutting_down")

@@ -7,7 +7,7 @@ import functools
 import gc
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.generation import GenerationConfig, GenerationResult
@@ -16,7 +16,7 @@ from dflash_runtime.sampling_config import Sampling
 from dflash_runtime.session import Session
 from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools.error_lines import needs_extra
-from dflash_tools.run_block_size import pick_block_size
+from dflash_tools.run_block_size import controller_from, pick_block_size
 from dflash_tools.serve_chooser import ServedChooser
 from dflash_tools.serve_errors import ApiError, as_api_error
 from dflash_tools.serve_jobs import Failed, Finished, Job, Piece, Question, ScoredToken, Started
@@ -33,7 +33,7 @@ class SessionOptions:
 
     backend: str = "ort-cpu"
     threads: int | None = None
-    block_size: int | None = None
+    block_size: int | Literal["auto"] | None = None
     plain: bool = False
     max_new_tokens: int | None = None
     """Most tokens of an answer; None: what the context has room for."""
@@ -144,11 +144,13 @@ class LoadedBundle:
         return JsonGrammars(self.session.bundle)
 
     def _block_size(self, context_tokens: int) -> GenerationConfig:
-        """Block size or plain decoding: the server's option, else the speed profile's for this length of context."""
+        """Block size, `auto` or plain decoding, as `run` takes it for a length of context."""
         near = 1 << max(0, context_tokens - 1).bit_length()
         if near not in self._picked:
-            options = self._options
+            options, session = self._options, self.session
             config = dataclasses.replace(options.config(), max_new_tokens=1)
-            picked = pick_block_size(self.session.bundle, config, options.backend, options.threads, near)
+            picked = pick_block_size(session.bundle, config, options.backend, options.threads, near)
+            if not self._picked and picked.profile is not None:  # from then on it learns, request by request
+                session.controller = controller_from(picked.profile, session.bundle.manifest.block_sizes, near)
             self._picked[near] = picked.config
         return self._picked[near]
