@@ -14,6 +14,7 @@ from serve_calls import Running, serving
 from tiny_bundle import Sizes, write_bundle
 
 from dflash_runtime import GenerationConfig, Session
+from dflash_tools.serve_session import SessionOptions
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 STEPS = {"temperature": 0, "max_tokens": 24}
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
-    with serving([folder]) as running:
+    with serving([folder], options=SessionOptions(threads=1, block_size=4)) as running:  # auto depends on the clock
         yield running
 
 
