@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from serve_calls import Running, serving
+from serve_calls import Running, serving, wait_until
 from tiny_bundle import Sizes, write_bundle
 
 from dflash_runtime import GenerationConfig, Session
@@ -360,5 +360,5 @@ def test_health_and_metrics_tell_what_happened(server: Running, client: openai.O
     assert server.metric("dflash_time_to_first_token_seconds_count") > 0
     assert server.metric("dflash_time_per_token_seconds_count") > 0
     assert server.metric("dflash_loaded_bundles") == 1
-    assert server.metric("dflash_queue_length") == server.metric("dflash_running") == 0
+    wait_until(lambda: server.metric("dflash_queue_length") == server.metric("dflash_running") == 0)
     assert 'dflash_requests_total{path="/v1/chat/completions",status="200"}' in server.get("/metrics").text

@@ -49,7 +49,7 @@ def test_a_client_that_leaves_without_a_stream_is_noticed_running_and_waiting(fo
                     future.result()
         wait_until(lambda: (server.app.pool.running(), server.app.pool.waiting()) == (0, 0), limit_s=5)
         assert server.client().chat.completions.create(**SHORT).usage is not None
-        assert 'path="/v1/chat/completions",status="499"} 2.0' in server.get("/metrics").text
+        wait_until(lambda: 'path="/v1/chat/completions",status="499"} 2.0' in server.get("/metrics").text)
 
 
 def test_a_full_queue_says_when_to_come_back(folder: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.generation import GenerationConfig, GenerationResult
+from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.sampling import TokenChooser
 from dflash_runtime.sampling_config import Sampling
 from dflash_runtime.session import Session
@@ -58,23 +58,24 @@ class LoadedBundle:
         """Answers a job: events to whoever asked, numbers to the metrics. Ends between rounds once it is cancelled."""
         waited_s = time.monotonic() - job.arrived_s
         try:
-            result = self._answer(job)
+            finished = self._answer(job)
         except DFlashError as error:
             told = as_api_error(error)
             self._metrics.count_ending(self.name, "refused" if told.status < 500 else "failed")
             job.emit(Failed(told))
             return
-        if result is None:
+        if finished is None:
             self._metrics.count_ending(self.name, "cancelled")
         else:
-            self._metrics.count_result(self.name, result, waited_s)
+            self._metrics.count_result(self.name, finished.result, waited_s)
+            job.emit(finished)
 
     def close(self) -> None:
         """Frees the session."""
         self.session.close()
         gc.collect()  # buffers of a backend may hang in cycles
 
-    def _answer(self, job: Job) -> GenerationResult | None:
+    def _answer(self, job: Job) -> Finished | None:
         question, manifest = job.question, self.session.bundle.manifest
         ids = self._prompt_ids(question)
         choosers: list[ServedChooser] = []
@@ -89,9 +90,7 @@ class LoadedBundle:
             shown_chars += len(piece)
             job.emit(Piece(piece, shown.until(scored, shown_chars)))
         last = shown.until(scored, shown_chars)
-        result = pieces.result
-        job.emit(Finished(result, [*last, *shown.rest(shown_chars)]))
-        return result
+        return Finished(pieces.result, [*last, *shown.rest(shown_chars)])
 
     def _prompt_ids(self, question: Question) -> list[int]:
         prompt = question.prompt
