@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import Counter
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -52,10 +55,13 @@ class Workers:
         return job
 
     def step(self, count: int = 1, fault: Exception | None = None) -> None:
-        before = len(self.done)
+        before = self.answered()
         for _ in range(count):
             self.steps.put(fault)
-        wait_until(lambda: len(self.done) >= before + count)
+        wait_until(lambda: self.answered() >= before + count)
+
+    def answered(self) -> int:
+        return sum(" for " in line for line in self.done)
 
     def _load(self, facts: ServedBundle) -> Any:
         if facts.name in self.faults:
@@ -139,7 +145,7 @@ def test_a_busy_bundle_first_answers_what_is_older_and_then_makes_room(closing: 
     workers.ask("a")
     workers.ask("a")
     workers.ask("b")
-    workers.ask("a", "late")
+    workers.ask("a")
     workers.step(3)
     wait_until(lambda: workers.pool.loaded() == ["a"] and workers.pool.running() == 1)
     assert workers.done == ["a for c", "a for c", "a leaves", "b for c", "b leaves"]
@@ -193,3 +199,37 @@ def test_the_end_fails_who_waits(closing: list[Workers]) -> None:
     workers.steps.put(None)
     workers.pool.close()
     assert not any(thread.name == "bundle a" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_asked_is_answered_once_within_the_budget(seed: int) -> None:
+    random, told, most = Random(seed), Counter[int](), []
+    sizes = {"a": 3, "b": 4, "c": 5, "d": 2}
+
+    class Loaded:
+        def run(self, job: Job) -> None:
+            most.append(pool.loaded_bytes())
+            job.emit("answer")  # type: ignore[arg-type]
+
+        def close(self) -> None:
+            pass
+
+    bundles = [ServedBundle(name, Path(name), size, "x", 0) for name, size in sizes.items()]
+    pool = BundlePool(bundles, lambda facts: Loaded(), 8, 1000)
+    cancelled: set[int] = set()
+
+    def note(number: int, event: Any) -> None:
+        told[number] += 1
+
+    for number in range(300):
+        job = Job(f"client {random.randrange(5)}", QUESTION, partial(note, number))
+        pool.submit(random.choice("abcd"), [job])
+        if random.random() < 0.1:
+            cancelled.add(number)
+            pool.cancel(job)
+    wait_until(lambda: pool.waiting() == pool.running() == 0)
+    wait_until(lambda: set(told) >= set(range(300)) - cancelled)
+    pool.close()
+    assert max(told.values()) == 1
+    assert max(most) <= 8
+    assert pool.loaded() == []

@@ -166,6 +166,7 @@ class BundlePool:
 
     def _start(self, seat: _Seat) -> None:
         if seat.thread is None:
+            self._claim(seat)  # now, and not when the thread comes to run
             seat.thread = threading.Thread(target=self._work, args=(seat,), name=f"bundle {seat.facts.name}")
             seat.thread.start()
 
@@ -193,29 +194,34 @@ class BundlePool:
             while seat.preload or len(seat.queue):
                 if self._closing:
                     break
-                seat.wants_room_since = min((job.ticket for job in seat.queue.items()), default=0)
-                others = [s.wants_room_since for s in self._seats.values() if s.wants_room_since is not None]
-                missing = self.loaded_bytes() + seat.facts.memory_bytes - self._budget_bytes
-                if missing <= 0 and seat.wants_room_since == min(others):
+                if self._claim(seat):
                     seat.holds_memory, seat.wants_room_since, seat.preload = True, None, False
                     self._changed.notify_all()
                     return True
-                self._ask_to_leave(missing, seat.wants_room_since)
                 self._changed.wait()
-            seat.thread = seat.wants_room_since = None
+            seat.thread = seat.wants_room_since = seat.leave_after = None
             self._changed.notify_all()
             return False
 
-    def _ask_to_leave(self, missing_bytes: float, ticket: int) -> None:
-        """Picks idle bundles first, then the least recently used; what is busy first answers what is older."""
-        holders = [seat for seat in self._seats.values() if seat.holds_memory]
-        for seat in sorted(holders, key=lambda s: (s.running is not None or len(s.queue) > 0, s.last_ticket)):
-            if missing_bytes <= 0:
-                return
-            missing_bytes -= seat.facts.memory_bytes
-            if seat.leave_after is None:
-                seat.leave_after = ticket
+    def _claim(self, seat: _Seat) -> bool:
+        """Whether there is room for a bundle and nobody has waited longer; if not, others are asked to leave.
+
+        Those who wait longer count as if they were loaded. Idle bundles leave first, then the least recently used;
+        what is busy first answers what is older than this claim.
+        """
+        claim = seat.wants_room_since = min((job.ticket for job in seat.queue.items()), default=0)
+        others = [other for other in self._seats.values() if other is not seat]
+        earlier = [s for s in others if s.wants_room_since is not None and s.wants_room_since < claim]
+        before = [*earlier, *(s for s in others if s.holds_memory)]
+        missing = sum(s.facts.memory_bytes for s in before) + seat.facts.memory_bytes - self._budget_bytes
+        for other in sorted(before, key=lambda s: (s.running is not None or len(s.queue) > 0, s.last_ticket)):
+            if missing <= 0:
+                break
+            missing -= other.facts.memory_bytes
+            if other.leave_after is None:
+                other.leave_after = claim
                 self._changed.notify_all()
+        return not earlier and self.loaded_bytes() + seat.facts.memory_bytes <= self._budget_bytes
 
     def _serve(self, seat: _Seat, loaded: Loaded) -> None:
         """Runs jobs until the bundle is to be unloaded, or a fault makes its session one not to trust."""
