@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dflash_runtime.bundle import Manifest
 from dflash_runtime.errors import PromptError
 from dflash_runtime.sampling_config import Sampling
-
-if TYPE_CHECKING:
-    from dflash_runtime.sampling import TokenChooser
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +31,8 @@ class GenerationConfig(Sampling):
     """Arguments for the chat template, over the bundle's own."""
     block_schedule: Callable[[int], int] | None = None
     """Block size of the n-th round, n from 0, instead of one size for all."""
-    chooser: Callable[[Sampling, Sequence[int], int], TokenChooser] | None = None
-    """Makes what chooses the tokens, with the arguments of `TokenChooser`: one that keeps scores, or rules tokens out.
+    chooser: Callable[[Sampling, Sequence[int], int], Any] | None = None
+    """Makes the `TokenChooser` of the request, with the arguments of that: one that keeps scores, or rules tokens out.
     What it says for a place may depend on the text before it alone; then the drafter changes nothing."""
 
     def check(self, manifest: Manifest) -> None:
