@@ -101,6 +101,7 @@ class Reply:
     fingerprint: str
     wants_logprobs: bool
     wants_usage: bool
+    answers_per_prompt: int = 1
     id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
     created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -112,7 +113,7 @@ class Reply:
              "finish_reason": FINISH_REASONS[results[i].finish_reason]}
             for i, text in enumerate(texts)
         ]  # fmt: skip
-        return {**self._head(self.shape.whole_object), "choices": choices, "usage": usage(results, prompt_tokens)}
+        return {**self._head(self.shape.whole_object), "choices": choices, "usage": self._usage(results, prompt_tokens)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The chunk before a choice's first text."""
@@ -129,7 +130,7 @@ class Reply:
 
     def usage(self, results: Sequence[GenerationResult], prompt_tokens: int) -> dict[str, Any]:
         """The last chunk of a stream that was asked for usage."""
-        return {**self._head(self.shape.chunk_object), "choices": [], "usage": usage(results, prompt_tokens)}
+        return {**self._head(self.shape.chunk_object), "choices": [], "usage": self._usage(results, prompt_tokens)}
 
     def _chunk(self, index: int, part: Mapping[str, Any], tokens: Sequence[TokenText],
                finish_reason: str | None) -> dict[str, Any]:
@@ -145,15 +146,15 @@ class Reply:
         return {"id": f"{self.shape.id_prefix}-{self.id}", "object": kind, "created": self.created_s,
                 "model": self.model, "system_fingerprint": self.fingerprint}  # fmt: skip
 
-
-def usage(results: Sequence[GenerationResult], prompt_tokens: int) -> dict[str, Any]:
-    """Tokens of a request: its prompts once, its answers all; proposals that were refused are in no total."""
-    completion = sum(len(result.token_ids) for result in results)
-    accepted = sum(length - 1 for result in results for length in result.acceptance_lengths)
-    proposed = sum(len(ids) for result in results for ids in result.proposed_ids)
-    return {
-        "prompt_tokens": prompt_tokens, "completion_tokens": completion, "total_tokens": prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(map(reused_tokens, results))},
-        "completion_tokens_details": {"accepted_prediction_tokens": accepted,
-                                      "rejected_prediction_tokens": max(0, proposed - accepted)},
-    }  # fmt: skip
+    def _usage(self, results: Sequence[GenerationResult], prompt_tokens: int) -> dict[str, Any]:
+        """Tokens: each prompt once, answers all. Proposals that were refused are in no total, unlike at OpenAI."""
+        completion = sum(len(result.token_ids) for result in results)
+        accepted = sum(length - 1 for result in results for length in result.acceptance_lengths)
+        proposed = sum(len(ids) for result in results for ids in result.proposed_ids)
+        cached = sum(reused_tokens(result) for result in results[:: self.answers_per_prompt])
+        return {
+            "prompt_tokens": prompt_tokens, "completion_tokens": completion,
+            "total_tokens": prompt_tokens + completion, "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"accepted_prediction_tokens": accepted,
+                                          "rejected_prediction_tokens": max(0, proposed - accepted)},
+        }  # fmt: skip
