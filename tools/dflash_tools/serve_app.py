@@ -68,7 +68,9 @@ class ServeApp:
         order = read(parse_body(await read_body(request, self.limits)), self.temperature)
         facts = self._find(order.model)
         wants_logprobs = order.questions[0].top_logprobs is not None
-        reply = Reply(shape, facts.name, facts.fingerprint, wants_logprobs, order.include_usage, order.answers_per_prompt)
+        reply = Reply(
+            shape, facts.name, facts.fingerprint, wants_logprobs, order.include_usage, order.answers_per_prompt
+        )
         answer = Answer(self.pool, order, request.state.client, self.limits)
         return AnswerResponse(answer, order, reply, self.limits)
 
