@@ -85,13 +85,13 @@ def test_a_bundle_without_stop_tokens_writes_no_json(tmp_path: Path) -> None:
         JsonGrammars(endless)
 
 
-def test_only_accepted_tokens_are_scored() -> None:
+def test_only_committed_tokens_keep_their_scores() -> None:
     chooser = ServedChooser(Sampling(), [1], 264, top_logprobs=2, grammar=None)
     given = rows(4)
     likeliest = given.argmax(axis=1).tolist()
     assert chooser.choose(given, [likeliest[0], likeliest[1] + 1, 7], 1) == likeliest
-    chooser.commit(likeliest[:2])
-    assert [token.token_id for token in chooser.scored] == likeliest[:2]
+    chooser.commit(likeliest[:1])  # two are accepted, and the budget has room for one
+    assert [token.token_id for token in chooser.scored] == likeliest[:1]
     exact = given[0].astype(np.float64) - np.log(np.exp(given[0].astype(np.float64)).sum())
     assert chooser.scored[0].logprob == pytest.approx(exact.max())
     assert chooser.scored[0].top == [(t, pytest.approx(exact[t])) for t in np.argsort(-exact)[:2].tolist()]
