@@ -28,8 +28,8 @@ class Backend(Protocol):
     prefill_chunk_tokens: int
     """Most prompt tokens one `prefill` takes."""
 
-    def reset(self) -> None:
-        """Forgets the request before."""
+    def reset(self, kept_rows: int = 0) -> int:
+        """Begins a request: all rows but the first are dead. Returns how many are kept, 0 where NaN had to be wiped."""
 
     def prefill(self, ids: Sequence[int], position: int) -> int:
         """Runs the target over a piece of the prompt; returns the token after it, -1 if not finite."""

@@ -57,9 +57,10 @@ class StateTensor:
     def cache_shape(self, capacity_rows: int) -> tuple[int, int, int, int]:
         """The shape with its letters filled in; EngineError for a kind of state this runtime does not keep."""
         sizes = [{"B": 1, "T": capacity_rows}.get(d) if isinstance(d, str) else d for d in self.shape]
-        if self.kind not in STATE_KINDS or len(sizes) != 4 or None in sizes:
+        if self.kind not in STATE_KINDS or self.rollback != "length" or len(sizes) != 4 or None in sizes:
+            found = f"{self.kind!r} {self.shape} with rollback {self.rollback!r}"
             kept = " and ".join(STATE_KINDS)
-            raise EngineError(f"State {self.input} is {self.kind!r} {self.shape}; this version keeps {kept}. Update.")
+            raise EngineError(f"State {self.input} is {found}; this version keeps {kept} with 'length'. Update.")
         return typing.cast("tuple[int, int, int, int]", tuple(sizes))
 
 

@@ -20,6 +20,8 @@ class Round(NamedTuple):
     """What the drafter proposed for them; empty for the prefill and for plain steps."""
     finish_reason: str | None = None
     """`stop`, `length` or `context` in the last round, else None."""
+    kept_rows: int = 0
+    """Of the prefill: tokens of the prompt whose rows were there already."""
 
     @property
     def block_size(self) -> int:

@@ -17,25 +17,26 @@ if TYPE_CHECKING:
 def decode(
     backend: Backend, prompt: Sequence[int], *, max_new_tokens: int, max_context_tokens: int,
     stop_token_ids: Collection[int], block_size_of: Callable[[int], int], chooser: TokenChooser | None = None,
+    kept_rows: int = 0,
 ) -> Generator[Round, None, None]:
     """Decoding, greedy without a chooser; the words are those of plain decoding whatever is proposed.
 
     Args:
-        backend: Holds the models' state; any earlier request in it is forgotten.
+        backend: Holds the models' state; of the request before nothing is used but the kept rows.
         prompt: At least one and at most `max_context_tokens` ids.
         max_new_tokens: Budget, at least 1.
         max_context_tokens: Most rows in the KV cache. One more token may exist: the newest needs no row.
         stop_token_ids: Ids that end the output; the first one met is its last token.
         block_size_of: Block size, anchor included, for the n-th round; 1 is a plain step.
         chooser: Chooses tokens by the target's logits; None takes the likeliest.
+        kept_rows: First tokens of the prompt whose rows both models have from the request before; not all of them.
 
     Raises:
         NumericsError: the target's logits were not finite where a token had to be chosen.
     """
     end = min(len(prompt) + max_new_tokens, max_context_tokens + 1)  # most tokens, prompt included
-    backend.reset()
-    position = 0  # rows committed, in target and drafter alike; also the place of the newest token
-    for start in range(0, len(prompt), backend.prefill_chunk_tokens):
+    kept = position = backend.reset(kept_rows)  # rows committed, in both models; also the place of the newest token
+    for start in range(kept, len(prompt), backend.prefill_chunk_tokens):
         chunk = prompt[start : start + backend.prefill_chunk_tokens]
         token = backend.prefill(chunk, start)
         backend.append_context(len(chunk), start)
@@ -45,7 +46,7 @@ def decode(
     own = chooser is None and isinstance(backend, Cycles)
     cycles: Cycles = cast(Cycles, backend) if own else HostCycles(backend, chooser)
     cycles.start_cycles(token, position, end, stop_token_ids)
-    done, number, size = Round([token], []), 0, 0
+    done, number, size = Round([token], [], kept_rows=kept), 0, 0
     blocks = deque[int]()  # of the cycles that are enqueued and not read
     while True:
         committed = done.committed

@@ -120,16 +120,18 @@ class DeviceBackend:
                 graph.bind(profile, {**own, **caches.tensors(profile.capacity_rows or caches.layout_rows)})
         return found
 
-    def reset(self) -> None:
-        """Forgets the request before: its rows are dead. What is still enqueued is waited for."""
+    def reset(self, kept_rows: int = 0) -> int:
+        """See `Backend.reset`. What is still enqueued is waited for: it writes behind the rows that can be kept."""
         while self._unread:
             self.read_cycle()
         self._numbers.wait()
+        kept_rows = 0 if self._not_finite else kept_rows
         for caches in self._caches.values():
-            caches.reset(clear=self._not_finite)
+            caches.reset(kept_rows, clear=self._not_finite)
         if self._not_finite:
             self.device.clear(self.buffers["target"]["taps"])
         self._not_finite = False
+        return kept_rows
 
     def prefill(self, ids: Sequence[int], position: int) -> int:
         """See `Backend.prefill`."""

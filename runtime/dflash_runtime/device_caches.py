@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from dflash_runtime.bundle import StateTensor
@@ -41,26 +42,32 @@ class DeviceCaches:
             for name in (tensor.input, tensor.output)
         }
 
-    def reset(self, *, clear: bool) -> None:
-        """All rows are dead; `clear` also wipes them, as a NaN gets through a mask (0 x NaN)."""
-        self.layout_rows = self._layouts[0]
+    def reset(self, kept_rows: int = 0, *, clear: bool) -> None:
+        """Rows behind the kept ones are dead; `clear` wipes all, as a NaN gets through a mask (0 x NaN).
+
+        The layout becomes the smallest that holds the kept rows, or a short request would pay for a long one before.
+        """
+        self._move(self._smallest_layout(kept_rows), kept_rows)
         for group in self.groups if clear else ():
             self._device.clear(group.memory)
 
     def make_room(self, rows: int, committed_rows: int) -> None:
         """Changes to the smallest layout of at least `rows`, if it is larger; the committed rows move along."""
-        wanted = next((size for size in self._layouts if size >= rows), self._layouts[-1])
-        if wanted <= self.layout_rows:
-            return
-        for group in self.groups if committed_rows else ():
-            # From the last piece to the first: a layout has at least twice the rows of the one before, so that no
-            # piece lands on itself or on one that has not moved yet.
-            for index in reversed(range(len(group.members))):
-                for head in reversed(range(group.heads)):
-                    old, new = (group.address(index, head, size) for size in (self.layout_rows, wanted))
-                    if old != new:
-                        size = committed_rows * group.row_bytes
-                        self._device.copy_rows(new, size, old, size, size, 1)
+        self._move(max(self.layout_rows, self._smallest_layout(rows)), committed_rows)
+
+    def _smallest_layout(self, rows: int) -> int:
+        return next((size for size in self._layouts if size >= rows), self._layouts[-1])
+
+    def _move(self, wanted: int, committed_rows: int) -> None:
+        # Growing from the last piece to the first, shrinking from the first: a layout has at least twice the rows of
+        # the one before, so that no piece lands on itself or on one that has not moved yet.
+        step = -1 if wanted > self.layout_rows else 1
+        for group in self.groups if committed_rows and wanted != self.layout_rows else ():
+            for index, head in list(itertools.product(range(len(group.members)), range(group.heads)))[::step]:
+                old, new = (group.address(index, head, size) for size in (self.layout_rows, wanted))
+                if old != new:
+                    size = committed_rows * group.row_bytes
+                    self._device.copy_rows(new, size, old, size, size, 1)
         self.layout_rows = wanted
 
     def commit(self, new_rows: Sequence[int], call_rows: int, rows: int, position: int) -> None:

@@ -34,13 +34,16 @@ class GenerationConfig(Sampling):
     chooser: Callable[[Sampling, Sequence[int], int], Any] | None = None
     """Makes the `TokenChooser` of the request, with the arguments of that: one that keeps scores, or rules tokens out.
     What it says for a place may depend on the text before it alone; then the drafter changes nothing."""
+    reuse_prefix: bool = True
+    """Keep the rows of both models for the tokens this prompt begins with like the session's last request. They are
+    those of other calls than a new prefill's, so that sums may be rounded otherwise; False runs the whole prompt."""
 
     def check(self, manifest: Manifest) -> None:
         """Raises PromptError for the first option that cannot be used with this bundle."""
         self.check_sampling(manifest.target.vocab_size)
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
             raise PromptError(f"max_new_tokens is {self.max_new_tokens!r} and must be a whole number >= 1.")
-        for option in ("plain", "raw"):
+        for option in ("plain", "raw", "reuse_prefix"):
             if not isinstance(getattr(self, option), bool):
                 raise PromptError(f"{option} is {getattr(self, option)!r} and must be True or False.")
         if isinstance(self.stop_strings, str) or not all(isinstance(s, str) and s for s in self.stop_strings):
@@ -120,6 +123,8 @@ class GenerationResult:
     """How many rounds took each block size; 1 is a plain step."""
     seed: int | None = None
     """What the noise of sampled text came from."""
+    reused_token_count: int = 0
+    """Tokens of the prompt whose rows were kept from the request before; the others were run."""
 
     @property
     def num_drafts(self) -> int:

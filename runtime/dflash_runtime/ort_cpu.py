@@ -52,13 +52,16 @@ class OrtCpuBackend:
         opener.mapped.drop_pages()  # read once to be packed; only embedding rows are needed from now on
         self._not_finite = False
 
-    def reset(self) -> None:
-        """Forgets the request before: its rows are dead. NaN is wiped, as 0 x NaN gets through a mask."""
-        self._waiting_rows = 0
+    def reset(self, kept_rows: int = 0) -> int:
+        """See `Backend.reset`. NaN is wiped, with all rows, as 0 x NaN gets through a mask."""
         if self._not_finite:
             for array in (*self._target_state.values(), *self._drafter_state.values()):
                 array.fill(0)
-            self._not_finite = False
+            self._not_finite, kept_rows = False, 0
+        if kept_rows:
+            self._append_waiting()  # some of them may be among the kept
+        self._waiting_rows = 0
+        return kept_rows
 
     def prefill(self, ids: Sequence[int], position: int) -> int:
         """See `Backend.prefill`."""

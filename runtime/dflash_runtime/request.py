@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dflash_runtime.adaptive import BlockSizeController
 from dflash_runtime.backend import Backend
@@ -23,7 +23,10 @@ class TextPieces(Iterator[str]):
     def __init__(
         self, backend: Backend, manifest: Manifest, tokenizer: Tokenizer | None,
         *, prompt_ids: list[int], config: GenerationConfig, started_s: float, controller: BlockSizeController,
+        cached_ids: list[int],
     ) -> None:
+        # Tokens whose rows are right in the caches of both models, oldest first: never the newest, which has none.
+        self.cached_ids, self._prompt_ids = cached_ids, prompt_ids
         self._facts = len(prompt_ids), backend.name, config.fixed_block_size(manifest)
         stop_ids = manifest.text.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
         self._chooser = None
@@ -38,6 +41,7 @@ class TextPieces(Iterator[str]):
             max_new_tokens=config.max_new_tokens, max_context_tokens=manifest.max_context_tokens,
             stop_token_ids=frozenset(stop_ids), chooser=self._chooser,
             block_size_of=config.block_size_of(manifest) if self._controller is None else lambda n: controller.choose(),
+            kept_rows=_kept_rows(cached_ids, prompt_ids) if config.reuse_prefix else 0,
         )
         self._text = TextStream((lambda ids: "") if tokenizer is None else tokenizer.decode, config.stop_strings)
         self._started_s, self._first_token_s, self._decode_s = started_s, 0.0, 0.0
@@ -61,7 +65,7 @@ class TextPieces(Iterator[str]):
             tokens_per_s=(len(token_ids) - 1) / self._decode_s if len(token_ids) > 1 else 0.0,
             time_to_first_token_ms=self._first_token_s * 1000, backend=backend, block_size=block_size,
             rounds_by_block_size=dict(sorted(Counter(done.block_size for done in self._done[1:]).items())),
-            seed=None if self._chooser is None else self._chooser.seed,
+            seed=None if self._chooser is None else self._chooser.seed, reused_token_count=self._done[0].kept_rows,
         )
 
     def close(self) -> None:
@@ -81,15 +85,19 @@ class TextPieces(Iterator[str]):
 
     def _next_round(self) -> Round:
         before = time.perf_counter()
+        cached, self.cached_ids = self.cached_ids, []  # if anything is raised now, rows may be half written
         done = next(self._rounds)
         now = time.perf_counter()
         if self._done:
             self._decode_s += now - before  # the time the reader takes between pieces is not ours
+            cached += [self._done[-1].committed[-1], *done.committed[:-1]]
             if self._controller is not None:
                 complete = done.finish_reason is None
                 self._controller.observe(done.block_size, len(done.committed), 1000 * (now - before), complete=complete)
         else:
             self._first_token_s = now - self._started_s
+            cached = list(self._prompt_ids)
+        self.cached_ids = cached
         return done
 
     def _commit(self, done: Round) -> str:
@@ -106,5 +114,11 @@ class TextPieces(Iterator[str]):
             text += self._text.finish()
             reason = "stop" if self._text.stopped else reason
             self._rounds.close()
-        self._done.append(Round(done.committed[:taken], done.proposed, reason))
+        self._done.append(done._replace(committed=done.committed[:taken], finish_reason=reason))
         return text
+
+
+def _kept_rows(cached_ids: Sequence[int], prompt_ids: Sequence[int]) -> int:
+    """Tokens the prompt begins with that have rows; its last one is run again, for the logits behind it."""
+    most = min(len(cached_ids), len(prompt_ids) - 1)
+    return next((i for i in range(most) if cached_ids[i] != prompt_ids[i]), most)

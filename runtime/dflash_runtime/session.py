@@ -21,7 +21,8 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 class Session:
     """Generates text with a bundle. Use it as a context manager or call `close`.
 
-    Every request starts afresh; starting one ends a stream that was left unfinished.
+    A request keeps the rows of the tokens it begins with like the one before; starting one ends a stream that was left
+    unfinished. Nobody else may use the backend in between.
     """
 
     def __init__(self, bundle: Bundle, backend: Backend, tokenizer: Tokenizer | None) -> None:
@@ -81,11 +82,13 @@ class Session:
         if config.stop_strings and self.tokenizer is None:
             raise PromptError("stop_strings is given, but the bundle has no tokenizer. Use stop_token_ids.")
         ids = self._prompt_ids(prompt, config)
+        cached_ids = list[int]()
         if self._current is not None:
             self._current.close()
+            cached_ids = self._current.cached_ids
         self._current = TextPieces(
             self._backend, self.bundle.manifest, self.tokenizer, prompt_ids=ids, config=config, started_s=started,
-            controller=self.controller,
+            controller=self.controller, cached_ids=cached_ids,
         )
         return self._current
 

@@ -36,9 +36,9 @@ class ForgetsTheRollback(ProbeBackend):
 
     _surplus = 0
 
-    def reset(self) -> None:
-        super().reset()
+    def reset(self, kept_rows: int = 0) -> int:
         self._surplus = 0
+        return super().reset(kept_rows)
 
     def verify(self, block: Any, position: int) -> list[int]:
         found = super().verify(block, position + self._surplus)

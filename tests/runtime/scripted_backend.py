@@ -39,8 +39,11 @@ class ScriptedBackend:
         self.calls: list[tuple[str, int, int]] = []
         self.closed = False
 
-    def reset(self) -> None:
-        self.calls.append(("reset", 0, 0))
+    def reset(self, kept_rows: int = 0) -> int:
+        self.calls.append(("reset", kept_rows, 0))
+        for rows in (self.target_rows, self.context_rows):
+            rows[kept_rows:] = [None] * (len(rows) - kept_rows)  # dead: whoever reads one fails
+        return kept_rows
 
     def prefill(self, ids: Sequence[int], position: int) -> int:
         assert 0 < len(ids) <= self.prefill_chunk_tokens

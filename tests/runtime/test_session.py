@@ -205,6 +205,7 @@ def test_timings_and_json(shared: Session) -> None:
     assert set(result.to_json()) == {
         "text", "token_ids", "prompt_token_count", "finish_reason", "acceptance_lengths", "num_drafts",
         "mean_acceptance_length", "tokens_per_s", "time_to_first_token_ms", "backend", "block_size",
+        "reused_token_count",
     }  # fmt: skip
     assert result.to_json()["backend"] == "ort-cpu"
     assert shared.generate(PROMPT, config(max_new_tokens=1)).tokens_per_s == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import itertools
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from dflash_runtime import GenerationConfig, Session
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools import stage_times
+from dflash_tools.bench_job import OURS, Job, Mode, Question
+from dflash_tools.bench_ours import OurEngine
 from dflash_tools.scripted_acceptance import AcceptanceScript, ScriptedBackend
 from dflash_tools.stage_times import Call, TimedBackend, TimedCycles, request_times
 
@@ -102,3 +106,32 @@ def test_a_script_never_proposes_the_right_token_where_a_wrong_one_is_wanted() -
         assert proposed[1] != true[1]
     assert AcceptanceScript(3, answer, 4, 20).proposals([0, 0, 0], 2) == [10, 11, 12]
     assert AcceptanceScript(3, [], 2, 20).proposals([4, 5, 6], 2) == [4, 5, 6]  # nothing known, nothing changed
+
+
+def test_every_repetition_of_bench_runs_the_whole_prompt(bundle: Path) -> None:
+    modes = [Mode(1), Mode(4), Mode(4)]
+    question = Question([*range(1, 31)], None, 9, [])
+    job = Job(
+        engine=OURS, bundle=str(bundle), backend="ort-cpu", threads=1, device="cpu", precision="fp32", model=None,
+        drafter=None, served_model=None, template_args={}, modes=modes, questions=[question], turn=0,
+    )  # fmt: skip
+    with contextlib.closing(OurEngine(job)) as engine:
+        for mode in modes:
+            answer = engine.answer(mode, 0, question)
+            assert [call.rows for call in engine._timed.calls if call.name == "prefill"] == [30]
+            assert answer.prefill_ms is not None and answer.prefill_ms > 0
+        assert engine._session.generate([*question.ids, 5], GenerationConfig()).reused_token_count == 30
+
+
+def test_whatever_measures_or_checks_runs_the_whole_prompt() -> None:
+    """Only what answers a user keeps rows from the request before."""
+    keeps = {"run_command", "chat_command", "chat_turns"}
+    calls = 0
+    for file in sorted(Path(stage_times.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "GenerationConfig" and node.keywords:
+                says = [k for k in node.keywords if k.arg == "reuse_prefix"]
+                off = bool(says) and isinstance(says[0].value, ast.Constant) and says[0].value.value is False
+                assert off or file.stem in keeps, f"{file}:{node.lineno}"
+                calls += off
+    assert calls > 8

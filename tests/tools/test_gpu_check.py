@@ -134,8 +134,8 @@ class Says:
     def __init__(self, wrong: bool) -> None:
         self.prefill_chunk_tokens, self.wrong = 64, wrong
 
-    def reset(self) -> None:
-        pass
+    def reset(self, kept_rows: int = 0) -> int:
+        return kept_rows
 
     def prefill(self, ids: Sequence[int], position: int) -> int:
         return 1

@@ -24,6 +24,7 @@ RESULT_KEYS = {
     "time_to_first_token_ms",
     "backend",
     "block_size",
+    "reused_token_count",
 }
 
 

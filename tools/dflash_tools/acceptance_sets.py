@@ -99,8 +99,9 @@ def measure(
     if session.tokenizer is None or not session.tokenizer.has_chat_template:
         raise DFlashError("The bundle has no chat template, with which the sets are asked.")
     ids = session.tokenizer.encode_messages([{"role": "user", "content": prompt.text}], None)
-    plain = session.generate(ids, GenerationConfig(max_new_tokens=max_new_tokens, plain=True))
-    drafted = session.generate(ids, GenerationConfig(max_new_tokens=max_new_tokens, block_size=block_size))
+    config = GenerationConfig(max_new_tokens=max_new_tokens, block_size=block_size, reuse_prefix=False)
+    plain = session.generate(ids, dataclasses.replace(config, block_size=None, plain=True))
+    drafted = session.generate(ids, config)
     same, their_lengths = plain.token_ids == drafted.token_ids, None
     if authors is not None:
         stops = session.bundle.manifest.text.stop_token_ids

@@ -67,6 +67,7 @@ class OurEngine:
             block_size=None if plain else mode.block_size,
             plain=plain,
             stop_token_ids=question.stop_token_ids,
+            reuse_prefix=False,  # every repetition runs the whole prompt
         )
         started = time.monotonic()
         result = self._session.generate(question.ids, config)

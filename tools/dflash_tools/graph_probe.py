@@ -61,9 +61,10 @@ class ProbeBackend:
         self._taps: Array | None = None
         self._logits: Array | None = None
 
-    def reset(self) -> None:
-        """See `Backend.reset`."""
+    def reset(self, kept_rows: int = 0) -> int:
+        """See `Backend.reset`: nothing is kept, every request is computed whole."""
         self.probe.reset()
+        return 0
 
     def prefill(self, ids: Sequence[int], position: int) -> int:
         """See `Backend.prefill`."""

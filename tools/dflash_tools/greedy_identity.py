@@ -85,11 +85,11 @@ def _compare(
 ) -> Iterable[Comparison]:
     manifest = session.bundle.manifest
     modes: list[tuple[str, GenerationConfig]] = [
-        ("plain", GenerationConfig(max_new_tokens=max_new_tokens, plain=True, raw=True))
+        ("plain", GenerationConfig(max_new_tokens=max_new_tokens, plain=True, raw=True, reuse_prefix=False))
     ]
     if manifest.drafter is not None:
         for size in block_sizes or (GenerationConfig().fixed_block_size(manifest),):
-            config = GenerationConfig(max_new_tokens=max_new_tokens, block_size=size, raw=True)
+            config = GenerationConfig(max_new_tokens=max_new_tokens, block_size=size, raw=True, reuse_prefix=False)
             modes.append((f"block {size}", config))
     for i, text in enumerate(texts):
         progress("compare", i, len(texts))

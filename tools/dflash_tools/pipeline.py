@@ -228,7 +228,9 @@ def check_tokens(
         for name, options in modes:
             differing = count = 0
             for prompt, expected in zip(prompts, continuations, strict=True):
-                config = GenerationConfig(max_new_tokens=len(expected), stop_token_ids=[], **options)
+                config = GenerationConfig(
+                    max_new_tokens=len(expected), stop_token_ids=[], reuse_prefix=False, **options
+                )
                 found = session.generate(prompt, config).token_ids
                 differing += sum(a != b for a, b in zip(found, expected, strict=False))
                 differing += abs(len(found) - len(expected))
@@ -242,6 +244,6 @@ def _plain_texts(root: Path, manifest: Manifest, backend: str) -> tuple[list[lis
     """Prompts and the plain continuations of an engine whose target was checked when the bundle was built."""
     prompts = gate_prompts(root / "tokenizer" / "tokenizer.json", manifest.target.vocab_size)
     room = max(1, min(CHECKED_TOKENS, manifest.max_context_tokens - max(len(p) for p in prompts)))
-    config = GenerationConfig(max_new_tokens=room, stop_token_ids=[], plain=True)
+    config = GenerationConfig(max_new_tokens=room, stop_token_ids=[], plain=True, reuse_prefix=False)
     with Session.open(root, backend, prefill_chunk_tokens=8) as session:
         return prompts, [session.generate(prompt, config).token_ids for prompt in prompts]

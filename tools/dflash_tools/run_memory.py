@@ -29,7 +29,7 @@ def main(bundle: Path, threads: int | None, tokens: int, as_json: bool) -> None:
     with Session.open(bundle, threads=threads) as session:
         manifest = session.bundle.manifest
         for plain in (True, False):
-            session.generate(PROMPT, GenerationConfig(max_new_tokens=tokens, plain=plain))
+            session.generate(PROMPT, GenerationConfig(max_new_tokens=tokens, plain=plain, reuse_prefix=False))
         resident = resident_bytes()
     weights = sum(
         entry.length_bytes if entry.dtype in ("U4", "U8") else math.prod(entry.shape) * EXECUTED_ITEM_BYTES

@@ -56,9 +56,9 @@ class ScriptedBackend:
         self.prefill_chunk_tokens = backend.prefill_chunk_tokens
         self.script: AcceptanceScript | None = None
 
-    def reset(self) -> None:
+    def reset(self, kept_rows: int = 0) -> int:
         """See `Backend.reset`."""
-        self._backend.reset()
+        return self._backend.reset(kept_rows)
 
     def prefill(self, ids: Sequence[int], position: int) -> int:
         """See `Backend.prefill`."""

@@ -150,7 +150,8 @@ def _report(
 
 def _plain(session: Session) -> Decode:
     def decode(ids: Sequence[int], tokens: int) -> tuple[list[int], float]:
-        result = session.generate(ids, GenerationConfig(max_new_tokens=tokens, plain=True, stop_token_ids=()))
+        config = GenerationConfig(max_new_tokens=tokens, plain=True, stop_token_ids=(), reuse_prefix=False)
+        result = session.generate(ids, config)
         return result.token_ids, 1000 / result.tokens_per_s
 
     return decode

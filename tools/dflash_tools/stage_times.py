@@ -37,10 +37,10 @@ class TimedBackend:
         self.prefill_chunk_tokens = backend.prefill_chunk_tokens
         self.calls: list[Call] = []
 
-    def reset(self) -> None:
+    def reset(self, kept_rows: int = 0) -> int:
         """See `Backend.reset`; the calls of the request before are forgotten."""
         self.calls = []
-        self._backend.reset()
+        return self._backend.reset(kept_rows)
 
     def prefill(self, ids: Sequence[int], position: int) -> int:
         """See `Backend.prefill`."""

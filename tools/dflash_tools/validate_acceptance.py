@@ -65,7 +65,9 @@ def check_acceptance(
     rows, first = [fact.row() for fact in facts], next((f.divergence() for f in facts if f.is_wrong), None)
     texts, lengths, same_rounds = reference.facts.texts, list[list[int]](), 0
     for text in texts:
-        config = GenerationConfig(max_new_tokens=len(text.tokens), block_size=text.block_size, stop_token_ids=())
+        config = GenerationConfig(
+            max_new_tokens=len(text.tokens), block_size=text.block_size, stop_token_ids=(), reuse_prefix=False
+        )
         result = session.generate(text.ids, config)
         lengths.append(result.acceptance_lengths)
         count = next((n for n, one in enumerate(text.rounds) if not can_draft(1 + len(one.proposed))), len(text.rounds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from dflash_runtime import GenerationConfig, GenerationResult, Session
@@ -23,12 +24,12 @@ def check_speed(session: Session, text: ReferenceText, block_size: int | None) -
         block_size: To draft with, None without a drafter.
     """
     count = len(text.tokens)
-    plain = _fastest(session, text, GenerationConfig(max_new_tokens=count, stop_token_ids=(), plain=True))
+    config = GenerationConfig(max_new_tokens=count, stop_token_ids=(), reuse_prefix=False)
+    plain = _fastest(session, text, dataclasses.replace(config, plain=True))
     step_ms = 1000 / plain.tokens_per_s if plain.tokens_per_s else math.inf
     rows = [_row("plain step", step_ms, math.isfinite(step_ms), f"{step_ms:.3g} ms a token, {count} tokens")]
     if block_size is not None:
-        config = GenerationConfig(max_new_tokens=count, stop_token_ids=(), block_size=block_size)
-        result = _fastest(session, text, config)
+        result = _fastest(session, text, dataclasses.replace(config, block_size=block_size))
         seconds = (count - 1) / result.tokens_per_s if result.tokens_per_s else math.inf
         round_ms = 1000 * seconds / max(1, result.num_drafts)
         allowed = MOST_STEPS * block_size * step_ms

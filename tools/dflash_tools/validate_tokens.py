@@ -88,7 +88,7 @@ def _differences(session: Session, reference: Reference, bounds: Bounds, options
         start, count = 0, 0
         while start < len(text.tokens) and count < (1 if bounds.exact else _MOST_DIFFERENCES):
             expected = text.tokens[start:]
-            config = GenerationConfig(max_new_tokens=len(expected), stop_token_ids=(), **options)
+            config = GenerationConfig(max_new_tokens=len(expected), stop_token_ids=(), reuse_prefix=False, **options)
             tokens = session.generate([*text.ids, *text.tokens[:start]], config).token_ids
             place = first_difference(expected, tokens)
             if place is None:
@@ -135,7 +135,9 @@ def _check_stop(session: Session, reference: Reference, options: dict[str, Any],
         expected = text.tokens[: text.tokens.index(stop) + 1]
         if any(one == index and place < len(expected) for one, place in differing):
             continue  # judged above: this text says something else before it stops
-        config = GenerationConfig(max_new_tokens=len(text.tokens), stop_token_ids=[stop], **options)
+        config = GenerationConfig(
+            max_new_tokens=len(text.tokens), stop_token_ids=[stop], reuse_prefix=False, **options
+        )
         result = session.generate(text.ids, config)
         wrong += result.token_ids != expected or result.finish_reason != "stop"
         count += 1
