@@ -145,8 +145,8 @@ def test_every_engines_module_imports_where_torch_is_absent() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "", "check-pair", "build", "add-drafter", "engines", "run", "serve", "inspect", "validate", "reference",
-        "make-data", "train-drafter",
+        "", "check-pair", "build", "add-drafter", "engines", "run", "chat", "serve", "inspect", "validate",
+        "reference", "make-data", "train-drafter",
     ],
 )  # fmt: skip
 def test_help_works_with_the_base_install(command: str) -> None:

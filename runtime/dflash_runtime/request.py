@@ -68,6 +68,11 @@ class TextPieces(Iterator[str]):
             seed=None if self._chooser is None else self._chooser.seed, reused_token_count=self._done[0].kept_rows,
         )
 
+    @property
+    def rounds(self) -> Sequence[Round]:
+        """What was committed so far, the prefill's token first."""
+        return self._done
+
     def close(self) -> None:
         """Abandons the request; a result that is already there stays."""
         self._closed = True

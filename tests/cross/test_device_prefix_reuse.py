@@ -59,9 +59,9 @@ def random_requests(bundle: Bundle, form: str, seed: int) -> int:
             stream = kept.stream(prompt, options)
             if rng.random() < 0.4:  # left while cycles are on their way
                 for _ in range(rng.randrange(1, 6)):
-                    if not stream._done or stream._done[-1].finish_reason is None:
+                    if not stream.rounds or stream.rounds[-1].finish_reason is None:
                         stream._commit(stream._next_round())
-                said = prompt + [token for done in stream._done for token in done.committed]
+                said = prompt + [token for done in stream.rounds for token in done.committed]
                 continue
             for _ in stream:
                 pass

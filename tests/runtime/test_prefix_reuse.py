@@ -248,7 +248,7 @@ def check_rows_of_requests(tiny: Path) -> int:
             for _ in range(20 if number % 3 else 2):
                 next(stream, "")
             count += check_rows(session, alone)
-            said = prompt + [token for done in stream._done for token in done.committed]
+            said = prompt + [token for done in stream.rounds for token in done.committed]
     return count
 
 
@@ -275,9 +275,9 @@ def random_requests(tiny: Path, kind: type[ScriptedBackend], seed: int) -> None:
             stream = session.stream(prompt, options)
             if rng.random() < 0.4:
                 for _ in range(rng.randrange(4)):
-                    if not stream._done or stream._done[-1].finish_reason is None:
+                    if not stream.rounds or stream.rounds[-1].finish_reason is None:
                         stream._commit(stream._next_round())  # it has no text, so that a stream gives no pieces
-                said = prompt if stream._done else said
+                said = prompt if stream.rounds else said
                 continue
             for _ in stream:
                 pass

@@ -15,6 +15,7 @@ SUBCOMMANDS = {
     "add-drafter": "dflash_tools.add_drafter_command",
     "engines": "dflash_tools.engines_command",
     "run": "dflash_tools.run_command",
+    "chat": "dflash_tools.chat_command",
     "serve": "dflash_tools.serve_command",
     "bench": "dflash_tools.bench_command",
     "tune": "dflash_tools.tune_command",

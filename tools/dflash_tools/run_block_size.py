@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dflash_runtime.adaptive import BlockSizeController
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.generation import GenerationConfig, GenerationResult
+from dflash_runtime.session import Session
 from dflash_tools.block_choice import chances_by_position, choose_block_size, round_ms_at
 from dflash_tools.device_conditions import read_conditions
 from dflash_tools.engine_place import find_engine_place
@@ -63,6 +64,20 @@ def pick_block_size(
         return PickedBlockSize(config, f"Block sizes are chosen round by round, beginning with {name} {why}", profile)
     picked = dataclasses.replace(config, block_size=None if plain else choice.block_size, plain=plain)
     return PickedBlockSize(picked, f"{name.capitalize()} {why}", profile)
+
+
+def set_block_size(
+    session: Session, config: GenerationConfig, backend: str, threads: int | None, prompt_tokens: int
+) -> PickedBlockSize:
+    """Picks for a session; where block sizes are chosen round by round, it begins with the profile that holds here.
+
+    Arguments and errors are those of `pick_block_size`.
+    """
+    picked = pick_block_size(session.bundle, config, backend, threads, prompt_tokens)
+    if picked.config.block_size == "auto" and picked.profile is not None:
+        half_way = prompt_tokens + config.max_new_tokens // 2
+        session.controller = controller_from(picked.profile, session.bundle.manifest.block_sizes, half_way)
+    return picked
 
 
 def controller_from(profile: SpeedProfile, block_sizes: Sequence[int], context_tokens: int) -> BlockSizeController:

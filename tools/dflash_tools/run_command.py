@@ -14,7 +14,7 @@ from dflash_runtime.generation import GenerationConfig, GenerationResult
 from dflash_runtime.session import Prompt, Session
 from dflash_tools.error_lines import DFlashCommand
 from dflash_tools.option_values import BLOCK_SIZE, read_template_args, read_token_ids
-from dflash_tools.run_block_size import chosen_words, controller_from, pick_block_size
+from dflash_tools.run_block_size import chosen_words, set_block_size
 from dflash_tools.sampling_options import sampling_options
 
 
@@ -77,13 +77,9 @@ def command(
     )
     question: Prompt = read_token_ids(text) if ids else text
     with Session.open(bundle, backend=backend, threads=threads, cuda_graphs=cuda_graphs) as session:
-        _tell_settings(session, backend, config, uses_template=not (ids or raw))
-        length = _prompt_tokens(session, question)
-        picked = pick_block_size(session.bundle, config, backend, threads, length)
+        tell_settings(session, backend, config, uses_template=not (ids or raw))
+        picked = set_block_size(session, config, backend, threads, _prompt_tokens(session, question))
         adaptive, reason = picked.config.block_size == "auto", picked.reason
-        if adaptive and picked.profile is not None:
-            half_way = length + max_new_tokens // 2
-            session.controller = controller_from(picked.profile, session.bundle.manifest.block_sizes, half_way)
         _tell(reason or "")
         result = _answer(session, question, picked.config, as_text=not (ids or as_json))
         if adaptive:
@@ -116,7 +112,7 @@ def _prompt_tokens(session: Session, prompt: Prompt) -> int:
     return 0 if session.tokenizer is None else len(session.tokenizer.encode_text(prompt))
 
 
-def _tell_settings(session: Session, backend: str, config: GenerationConfig, *, uses_template: bool) -> None:
+def tell_settings(session: Session, backend: str, config: GenerationConfig, *, uses_template: bool) -> None:
     """Says on a terminal what happens without having been asked for."""
     if not sys.stderr.isatty():
         return
