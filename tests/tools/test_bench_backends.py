@@ -132,6 +132,6 @@ def test_whatever_measures_or_checks_runs_the_whole_prompt() -> None:
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "GenerationConfig" and node.keywords:
                 says = [k for k in node.keywords if k.arg == "reuse_prefix"]
                 off = bool(says) and isinstance(says[0].value, ast.Constant) and says[0].value.value is False
-                assert off or file.stem in keeps, f"{file}:{node.lineno}"
+                assert off or file.stem in keeps or file.stem.startswith("serve_"), f"{file}:{node.lineno}"
                 calls += off
     assert calls > 8

@@ -1,9 +1,8 @@
 """What keeping rows from turn to turn saves: `python -m dflash_tools.chat_turns BUNDLE`.
 
-A conversation runs twice in a session: once as `chat` runs it, once with every turn's whole history read anew, which is
-what a fresh session does. The tokens of a turn are compared while both have said the same so far. The kept rows come
-from other calls than those of a new prefill, so that sums may be rounded otherwise: where two tokens are almost equally
-likely, the other one may follow.
+A conversation runs some times as `chat` runs it, and then every turn once more with its whole history read anew, which
+is what a fresh session does, behind the same text. The kept rows come from other calls than those of a new prefill, so
+that sums may be rounded otherwise: where two tokens are almost equally likely, the other one may follow.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ QUESTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One turn, over all rounds; times are medians."""
+    """One turn of all conversations."""
 
     turn: int
     prompt_tokens: int
     reused_tokens: int
     answer_tokens: int
     kept_ms: float
-    """Time to the first token where rows are kept."""
+    """Time to the first token where rows are kept; median."""
     whole_ms: float
-    """The same with the whole history read anew."""
+    """The same with the whole history read anew, once."""
     same_tokens: bool
-    """The answers of both are one, token for token, in every round."""
+    """All answers are one, token for token."""
 
 
 @click.command(cls=DFlashCommand)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--turns", type=click.IntRange(2), default=10, show_default=True)
 @click.option("--max-new-tokens", type=click.IntRange(1), default=24, show_default=True, metavar="N")
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Conversations of each kind.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Conversations with rows kept.")
 @click.option("--block-size", type=int, metavar="N", help="[default: the drafter's own]")
 @click.option("--plain", is_flag=True, help="Decode without the drafter.")
 @click.option("--backend", default="ort-cpu", show_default=True)
@@ -66,11 +65,13 @@ def main(
     with Session.open(bundle, backend=backend, threads=threads) as session, ProgressLine() as progress:
         if session.tokenizer is None or not session.tokenizer.has_chat_template:
             raise DFlashError(f"{bundle} has no chat template, so there are no turns to measure.")
-        measured = []
+        kept = []
         for number in range(rounds):
-            progress("conversations", number, rounds)
-            measured.append(converse(session, config, turns))
-    told = [summary(number, [one[number] for one in measured]) for number in range(turns)]
+            progress("rows kept", number, rounds)
+            kept.append(converse(session, config, turns))
+        progress("read anew", 0, 1)
+        whole = read_anew(session, config, [result.text for result in kept[0]])
+    told = [summary(number, [one[number] for one in kept], whole[number]) for number in range(turns)]
     ratio = told[-1].kept_ms / told[1].kept_ms
     same = sum(turn.same_tokens for turn in told)
     if as_json:
@@ -84,30 +85,42 @@ def main(
     click.echo(f"first token of turn {turns} against turn 2, rows kept: {ratio:.2f} times; median of {rounds}")
 
 
-def converse(session: Session, config: GenerationConfig, turns: int) -> list[tuple[GenerationResult, GenerationResult]]:
-    """One conversation: the result of every turn with rows kept, and with everything read anew behind the same text."""
-    anew = dataclasses.replace(config, reuse_prefix=False)
-    messages: list[Message] = []
-    kept, histories = list[GenerationResult](), list[list[Message]]()
+def converse(session: Session, config: GenerationConfig, turns: int) -> list[GenerationResult]:
+    """One conversation that keeps its rows; it begins without any."""
+    answers, results = list[str](), list[GenerationResult]()
     for number in range(turns):
+        chosen = dataclasses.replace(config, reuse_prefix=number > 0)
+        results.append(session.generate(history(answers), chosen))
+        answers.append(results[-1].text)
+    return results
+
+
+def read_anew(session: Session, config: GenerationConfig, answers: Sequence[str]) -> list[GenerationResult]:
+    """Every turn of a conversation with its whole history as one prompt."""
+    anew = dataclasses.replace(config, reuse_prefix=False)
+    return [session.generate(history(answers[:number]), anew) for number in range(len(answers))]
+
+
+def history(answers: Sequence[str]) -> list[Message]:
+    """The messages up to the question behind so many answers."""
+    messages = list[Message]()
+    for number in range(len(answers) + 1):
         messages.append({"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]})
-        histories.append(list(messages))
-        kept.append(session.generate(messages, config if number else anew))  # nothing of a conversation before
-        messages.append({"role": "assistant", "content": kept[-1].text})
-    return list(zip(kept, (session.generate(history, anew) for history in histories), strict=True))
+        if number < len(answers):
+            messages.append({"role": "assistant", "content": answers[number]})
+    return messages
 
 
-def summary(number: int, results: Sequence[tuple[GenerationResult, GenerationResult]]) -> Turn:
+def summary(number: int, kept: Sequence[GenerationResult], whole: GenerationResult) -> Turn:
     """One turn of all conversations; they are alike, as decoding is greedy."""
-    first, _ = results[0]
     return Turn(
         turn=number + 1,
-        prompt_tokens=first.prompt_token_count,
-        reused_tokens=first.reused_token_count,
-        answer_tokens=len(first.token_ids),
-        kept_ms=statistics.median(kept.time_to_first_token_ms for kept, _ in results),
-        whole_ms=statistics.median(whole.time_to_first_token_ms for _, whole in results),
-        same_tokens=all(kept.token_ids == whole.token_ids for kept, whole in results),
+        prompt_tokens=whole.prompt_token_count,
+        reused_tokens=kept[0].reused_token_count,
+        answer_tokens=len(kept[0].token_ids),
+        kept_ms=statistics.median(result.time_to_first_token_ms for result in kept),
+        whole_ms=whole.time_to_first_token_ms,
+        same_tokens=all(result.token_ids == whole.token_ids for result in kept),
     )
 
 
