@@ -261,6 +261,31 @@ def test_a_second_interrupt_breaks_off_at_once(
         assert talk.messages[3]["content"] == alone.generate(talk.messages[:3], LONG).text
 
 
+@pytest.mark.parametrize("place", ["line end", "note"])
+def test_an_interrupt_too_many_ends_nothing(
+    opened: Session, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The second one comes when the first has stopped the answer already."""
+    screen = Terminal(["hello", "again"], {1: 3})
+    write, note = screen.write, screen.note
+
+    def writes(text: str) -> None:
+        write(text)
+        if text == "\n" and place == "line end":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def notes(text: str) -> None:
+        note(text)
+        if place == "note":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(screen, "write", writes)
+    monkeypatch.setattr(screen, "note", notes)
+    talk = Chat(opened, LONG, screen)
+    converse(talk)
+    assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
+
+
 def test_an_error_takes_the_message_back(talker: Path, opened: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     backend: Any = opened._backend
     verify, calls = backend.verify, []

@@ -12,7 +12,7 @@ from dflash_runtime.request import TextPieces
 from dflash_runtime.session import Session
 from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools.chat_blocks import BlockPainter
-from dflash_tools.chat_screen import ChatScreen
+from dflash_tools.chat_screen import ChatScreen, Interruption
 from dflash_tools.chat_statistics import ChatStatistics
 from dflash_tools.conversation import Message, with_system_prompt
 from dflash_tools.error_lines import one_line
@@ -71,9 +71,13 @@ class Chat:
 
     def say(self, text: str) -> None:
         """Answers a message. Where that fails, the message is taken back and the conversation is as before."""
+        with self.screen.interruption() as interruption:
+            self._say(text, interruption)
+
+    def _say(self, text: str, interruption: Interruption) -> None:
         self.messages.append({"role": "user", "content": text})
         try:
-            answer = self._answer()
+            answer = self._answer(interruption)
         except DFlashError as error:
             self.messages.pop()
             self.failed = True
@@ -86,7 +90,7 @@ class Chat:
         self.messages.append({"role": "assistant", "content": answer.text})
         self._tell(answer)
 
-    def _answer(self) -> Answer:
+    def _answer(self, interruption: Interruption) -> Answer:
         ids = self.token_ids(self.messages)
         if len(ids) > self.context_tokens:
             raise PromptError(
@@ -94,7 +98,8 @@ class Chat:
                 f"{self.context_tokens}. /reset begins a new one, and /save FILE keeps this one before."
             )
         stream = self.session.stream(ids, self.config)
-        text = show_answer(stream, self.screen, BlockPainter(self.tokenizer.decode) if self.show_blocks else None)
+        painter = BlockPainter(self.tokenizer.decode) if self.show_blocks else None
+        text = show_answer(stream, self.screen, painter, interruption)
         reason = stream.rounds[-1].finish_reason if stream.rounds else None
         count = sum(len(done.committed) for done in stream.rounds)
         words = statistics_line(stream.result).strip("[]") if reason else f"{count} tokens, then stopped"
@@ -113,27 +118,30 @@ class Chat:
             self.screen.note(f"[{answer.words}]")
 
 
-def show_answer(stream: TextPieces, screen: ChatScreen, painter: BlockPainter | None) -> str:
+def show_answer(
+    stream: TextPieces, screen: ChatScreen, painter: BlockPainter | None, interruption: Interruption
+) -> str:  # fmt: skip
     """Writes an answer as it comes, until its end or the user's Ctrl-C, and returns its text.
 
     The first Ctrl-C lets the pass that runs come to its end, so that the session keeps its rows; the second does not,
     and the session forgets them.
     """
     pieces, painted = list[str](), 0
+    interruption.may_break = True
     try:
-        with screen.interruption() as interruption:
-            for piece in stream:
-                pieces.append(piece)
-                screen.write(piece if painter is None else painter.paint(stream.rounds[painted:]))
-                painted = len(stream.rounds)
-                if interruption.asked:
-                    break
-            else:
-                screen.write("" if painter is None else painter.paint(stream.rounds[painted:]) + painter.finish())
+        for piece in stream:
+            pieces.append(piece)
+            screen.write(piece if painter is None else painter.paint(stream.rounds[painted:]))
+            painted = len(stream.rounds)
+            if interruption.asked:
+                break
+        else:
+            screen.write("" if painter is None else painter.paint(stream.rounds[painted:]) + painter.finish())
     except KeyboardInterrupt:
         if not screen.interactive:
             raise
     finally:
+        interruption.may_break = False
         stream.close()
         screen.write("\n")
     return "".join(pieces)

@@ -47,7 +47,7 @@ class ChatScreen:
         click.echo(text, err=True)
 
     def interruption(self) -> Interruption:
-        """To be entered around an answer."""
+        """To be entered around everything that is done about a message."""
         return Interruption(self.interactive)
 
     def _input(self) -> str | None:
@@ -59,7 +59,7 @@ class ChatScreen:
 
 
 class Interruption:
-    """Inside of it Ctrl-C asks for the end and breaks nothing off: the session stays whole. A second one breaks off.
+    """Inside of it Ctrl-C asks for the end and breaks nothing off, so that session and conversation stay whole.
 
     Args:
         active: Whether it does so at all.
@@ -67,6 +67,8 @@ class Interruption:
 
     def __init__(self, active: bool) -> None:
         self.asked, self._active = False, active
+        self.may_break = False
+        """Where it is set, a second Ctrl-C raises KeyboardInterrupt."""
         self._before: Any = None
 
     def __enter__(self) -> Interruption:
@@ -81,6 +83,6 @@ class Interruption:
             signal.signal(signal.SIGINT, self._before)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.asked and self.may_break:
             raise KeyboardInterrupt
         self.asked = True
