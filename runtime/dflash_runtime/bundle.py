@@ -402,10 +402,15 @@ def compare_files(
 
 
 def write_text_atomically(path: Path, text: str) -> None:
+    """Writes a UTF-8 file as `write_atomically` does."""
+    write_atomically(path, text.encode())
+
+
+def write_atomically(path: Path, data: bytes) -> None:
     """Writes a file under a temporary name beside `path`, then replaces `path` with it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from dflash_runtime.backend import Backend
 from dflash_runtime.cycles import Cycles, HostCycles, Round
@@ -43,8 +43,7 @@ def decode(
         position += len(chunk)
     if chooser is not None:
         (token,) = chooser.choose(backend.logits(1), [], position)
-    own = chooser is None and isinstance(backend, Cycles)
-    cycles: Cycles = cast(Cycles, backend) if own else HostCycles(backend, chooser)
+    cycles: Cycles = backend if chooser is None and isinstance(backend, Cycles) else HostCycles(backend, chooser)
     cycles.start_cycles(token, position, end, stop_token_ids)
     done, number, size = Round([token], [], kept_rows=kept), 0, 0
     blocks = deque[int]()  # of the cycles that are enqueued and not read

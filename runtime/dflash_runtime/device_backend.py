@@ -15,19 +15,10 @@ from dflash_runtime.bundle import Bundle
 from dflash_runtime.cycles import Round
 from dflash_runtime.device import Array, Buffer, Device
 from dflash_runtime.device_caches import DeviceCaches
-from dflash_runtime.device_engine import (
-    BoundWeight,
-    DeviceEngineRecord,
-    EngineProfile,
-    check_device_engine,
-    device_tag,
-    engine_folders,
-    read_device_engine,
-)
+from dflash_runtime.device_engine import BoundWeight, DeviceEngineRecord, EngineProfile, find_device_engine
 from dflash_runtime.device_graph import DeviceGraph
 from dflash_runtime.device_numbers import PLACES, DeviceNumbers
 from dflash_runtime.device_weights import WeightPlaces, WeightSource, upload_weights
-from dflash_runtime.engine_record import ENGINE_RECORD_NAME
 from dflash_runtime.errors import BackendError, EngineError
 
 _ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -250,15 +241,8 @@ def open_engines(name: str, bundle: Bundle, device: Device, prefill_chunk_tokens
         EngineError: there are none, or they were made for another GPU, TensorRT or bundle.
         BackendError: the device has too little memory.
     """
-    remedy, capability = _remedy(name, bundle), device.compute_capability
-    made_for = None if device.tensorrt_version is None else capability
-    own = [folder for mode in modes
-           for folder in engine_folders(bundle, device_tag(name, made_for, mode))]  # fmt: skip
-    others = sorted((bundle.path / "engines").glob(f"{name}-sm*"))  # their record says what they are for
-    folder = next((folder for folder in (*own, *others) if (folder / ENGINE_RECORD_NAME).is_file()), own[0])
-    record = read_device_engine(folder, remedy)
-    check_device_engine(record, bundle, tensorrt_version=device.tensorrt_version, compute_capability=capability,
-                        remedy=remedy)  # fmt: skip
+    folder, record = find_device_engine(name, bundle, modes, device.tensorrt_version, device.compute_capability,
+                                        _remedy(name, bundle))
     return DeviceBackend(name, bundle, device, folder, record, prefill_chunk_tokens, **options)
 
 

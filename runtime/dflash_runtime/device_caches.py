@@ -47,18 +47,16 @@ class DeviceCaches:
 
         The layout becomes the smallest that holds the kept rows, or a short request would pay for a long one before.
         """
-        self._move(self._smallest_layout(kept_rows), kept_rows)
+        self._move(self._layouts[0], kept_rows, kept_rows)
         for group in self.groups if clear else ():
             self._device.clear(group.memory)
 
     def make_room(self, rows: int, committed_rows: int) -> None:
         """Changes to the smallest layout of at least `rows`, if it is larger; the committed rows move along."""
-        self._move(max(self.layout_rows, self._smallest_layout(rows)), committed_rows)
+        self._move(self.layout_rows, rows, committed_rows)
 
-    def _smallest_layout(self, rows: int) -> int:
-        return next((size for size in self._layouts if size >= rows), self._layouts[-1])
-
-    def _move(self, wanted: int, committed_rows: int) -> None:
+    def _move(self, least: int, rows: int, committed_rows: int) -> None:
+        wanted = next((size for size in self._layouts if size >= max(least, rows)), self._layouts[-1])
         # Growing from the last piece to the first, shrinking from the first: a layout has at least twice the rows of
         # the one before, so that no piece lands on itself or on one that has not moved yet.
         step = -1 if wanted > self.layout_rows else 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_runtime.bundle import Bundle, cache_root
-from dflash_runtime.engine_record import EngineRecord, read_engine, source_problems
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME, EngineRecord, read_engine, source_problems
 from dflash_runtime.errors import EngineError
 
 DEVICE_ENGINE_SCHEMA_VERSION = 1
@@ -89,6 +90,24 @@ def read_device_engine(folder: Path, remedy: str) -> DeviceEngineRecord:
     return record
 
 
+def find_device_engine(
+    name: str, bundle: Bundle, modes: Sequence[str], tensorrt_version: str | None, compute_capability: str, remedy: str
+) -> tuple[Path, DeviceEngineRecord]:
+    """The engines of backend `name` for a GPU: their folder and record, checked.
+
+    Of several folders the first in the order of `modes`, how engines have their weights, is taken. The other arguments
+    and the errors are those of `check_device_engine`; EngineError too where there are no engines.
+    """
+    made_for = None if tensorrt_version is None else compute_capability
+    own = [folder for mode in modes for folder in engine_folders(bundle, device_tag(name, made_for, mode))]
+    others = sorted((bundle.path / "engines").glob(f"{name}-sm*"))  # their record says what they are for
+    folder = next((folder for folder in (*own, *others) if (folder / ENGINE_RECORD_NAME).is_file()), own[0])
+    record = read_device_engine(folder, remedy)
+    check_device_engine(record, bundle, tensorrt_version=tensorrt_version, compute_capability=compute_capability,
+                        remedy=remedy)  # fmt: skip
+    return folder, record
+
+
 def check_device_engine(record: DeviceEngineRecord, bundle: Bundle, *, tensorrt_version: str | None,
                         compute_capability: str, remedy: str) -> None:
     """Refuses engines made for another GPU, another TensorRT, or another bundle.
@@ -103,14 +122,10 @@ def check_device_engine(record: DeviceEngineRecord, bundle: Bundle, *, tensorrt_
     Raises:
         EngineError: naming each difference with both values.
     """
-    problems = [
-        f"they were made for {what} {made}, here is {here}"
-        for what, made, here in (
-            ("compute capability", record.compute_capability, compute_capability),
-            (record.backend, record.tensorrt_version, tensorrt_version),
-        )
-        if made is not None and made != here
-    ]
+    pairs = {"compute capability": (record.compute_capability, compute_capability),
+             record.backend: (record.tensorrt_version, tensorrt_version)}  # fmt: skip
+    problems = [f"they were made for {what} {made}, here is {here}"
+                for what, (made, here) in pairs.items() if made is not None and made != here]  # fmt: skip
     problems += source_problems(bundle, record.source)
     if problems:
         raise EngineError(f"The {record.backend} engines do not fit: {'; '.join(problems)}. {remedy}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.bundle import cache_root
+from dflash_runtime.bundle import cache_root, write_atomically
 
 _DIGEST_BYTES = 32
 
@@ -33,13 +32,12 @@ class KernelCache:
         except OSError:
             return  # the first time here
         digest, blob = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-        if hashlib.sha256(blob).digest() != digest:
-            warnings.warn(f"{self.path} is damaged and ignored; kernels are compiled anew.", stacklevel=2)
-        elif not cache.deserialize(blob):
-            warnings.warn(f"{self.path} is of another GPU, driver or TensorRT and ignored; kernels are compiled anew.",
-                          stacklevel=2)  # fmt: skip
-        else:
+        whole = hashlib.sha256(blob).digest() == digest
+        if whole and cache.deserialize(blob):
             self._loaded = digest
+        else:
+            fault = "of another GPU, driver or TensorRT" if whole else "damaged"
+            warnings.warn(f"{self.path} is {fault} and ignored; kernels are compiled anew.", stacklevel=2)
 
     def save(self) -> None:
         """Writes the file if there is something new; a folder that cannot be written costs compiling again."""
@@ -47,10 +45,8 @@ class KernelCache:
         digest = hashlib.sha256(blob).digest()
         if digest == self._loaded:
             return
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(digest + blob)
-            temporary.replace(self.path)
+            write_atomically(self.path, digest + blob)
         except OSError as error:
             warnings.warn(f"Compiled kernels are not kept: {error}", stacklevel=2)

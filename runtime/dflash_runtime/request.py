@@ -23,11 +23,13 @@ class TextPieces(Iterator[str]):
     def __init__(
         self, backend: Backend, manifest: Manifest, tokenizer: Tokenizer | None,
         *, prompt_ids: list[int], config: GenerationConfig, started_s: float, controller: BlockSizeController,
-        cached_ids: list[int],
+        before: TextPieces | None,
     ) -> None:
-        # Tokens whose rows are right in the caches of both models, oldest first: never the newest, which has none.
-        self.cached_ids, self._prompt_ids = cached_ids, prompt_ids
-        self._facts = len(prompt_ids), backend.name, config.fixed_block_size(manifest)
+        if before is not None:
+            before.close()
+        # Tokens of the text in the caches, oldest first. All but the newest have their rows in both models.
+        self.known_ids: list[int] = [] if before is None else before.known_ids
+        self._prompt_ids, self._facts = prompt_ids, (backend.name, config.fixed_block_size(manifest))
         stop_ids = manifest.text.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
         self._chooser = None
         if config.needs_logits or config.chooser:
@@ -41,37 +43,32 @@ class TextPieces(Iterator[str]):
             max_new_tokens=config.max_new_tokens, max_context_tokens=manifest.max_context_tokens,
             stop_token_ids=frozenset(stop_ids), chooser=self._chooser,
             block_size_of=config.block_size_of(manifest) if self._controller is None else lambda n: controller.choose(),
-            kept_rows=_kept_rows(cached_ids, prompt_ids) if config.reuse_prefix else 0,
+            kept_rows=_kept_rows(self.known_ids, prompt_ids) if config.reuse_prefix else 0,
         )
         self._text = TextStream((lambda ids: "") if tokenizer is None else tokenizer.decode, config.stop_strings)
         self._started_s, self._first_token_s, self._decode_s = started_s, 0.0, 0.0
-        self._done: list[Round] = []
+        self.rounds: list[Round] = []  # what was committed so far, the prefill's token first
         self._pieces: list[str] = []
         self._closed = False
 
     @property
     def result(self) -> GenerationResult:
         """What the request produced; PromptError while the stream has not been read to its end."""
-        if not self._done or (reason := self._done[-1].finish_reason) is None:
+        if not self.rounds or (reason := self.rounds[-1].finish_reason) is None:
             raise PromptError("The stream has not ended, so it has no result yet. Read it to its end first.")
-        prompt_token_count, backend, block_size = self._facts
-        token_ids = [token for done in self._done for token in done.committed]
-        drafted = [done for done in self._done if done.proposed]
+        backend, block_size = self._facts
+        token_ids = [token for done in self.rounds for token in done.committed]
+        drafted = [done for done in self.rounds if done.proposed]
         return GenerationResult(
             text="".join(self._pieces), token_ids=token_ids,
-            prompt_token_count=prompt_token_count, finish_reason=reason,
+            prompt_token_count=len(self._prompt_ids), finish_reason=reason,
             acceptance_lengths=[len(done.committed) for done in drafted],
             proposed_ids=[done.proposed for done in drafted],
             tokens_per_s=(len(token_ids) - 1) / self._decode_s if len(token_ids) > 1 else 0.0,
             time_to_first_token_ms=self._first_token_s * 1000, backend=backend, block_size=block_size,
-            rounds_by_block_size=dict(sorted(Counter(done.block_size for done in self._done[1:]).items())),
-            seed=None if self._chooser is None else self._chooser.seed, reused_token_count=self._done[0].kept_rows,
+            rounds_by_block_size=dict(sorted(Counter(done.block_size for done in self.rounds[1:]).items())),
+            seed=None if self._chooser is None else self._chooser.seed, reused_token_count=self.rounds[0].kept_rows,
         )
-
-    @property
-    def rounds(self) -> Sequence[Round]:
-        """What was committed so far, the prefill's token first."""
-        return self._done
 
     def close(self) -> None:
         """Abandons the request; a result that is already there stays."""
@@ -80,7 +77,7 @@ class TextPieces(Iterator[str]):
 
     def __next__(self) -> str:
         """The next piece of text, never empty."""
-        while not self._done or self._done[-1].finish_reason is None:
+        while not self.rounds or self.rounds[-1].finish_reason is None:
             if self._closed:
                 raise PromptError("The stream was closed, or another request began. Start the request again.")
             if piece := self._commit(self._next_round()):
@@ -90,19 +87,19 @@ class TextPieces(Iterator[str]):
 
     def _next_round(self) -> Round:
         before = time.perf_counter()
-        cached, self.cached_ids = self.cached_ids, []  # if anything is raised now, rows may be half written
+        known, self.known_ids = self.known_ids, []  # if anything is raised now, rows may be half written
         done = next(self._rounds)
         now = time.perf_counter()
-        if self._done:
+        if self.rounds:
             self._decode_s += now - before  # the time the reader takes between pieces is not ours
-            cached += [self._done[-1].committed[-1], *done.committed[:-1]]
             if self._controller is not None:
                 complete = done.finish_reason is None
                 self._controller.observe(done.block_size, len(done.committed), 1000 * (now - before), complete=complete)
         else:
             self._first_token_s = now - self._started_s
-            cached = list(self._prompt_ids)
-        self.cached_ids = cached
+            known = list(self._prompt_ids)
+        known += done.committed
+        self.known_ids = known
         return done
 
     def _commit(self, done: Round) -> str:
@@ -119,11 +116,11 @@ class TextPieces(Iterator[str]):
             text += self._text.finish()
             reason = "stop" if self._text.stopped else reason
             self._rounds.close()
-        self._done.append(done._replace(committed=done.committed[:taken], finish_reason=reason))
+        self.rounds.append(done._replace(committed=done.committed[:taken], finish_reason=reason))
         return text
 
 
-def _kept_rows(cached_ids: Sequence[int], prompt_ids: Sequence[int]) -> int:
+def _kept_rows(known_ids: Sequence[int], prompt_ids: Sequence[int]) -> int:
     """Tokens the prompt begins with that have rows; its last one is run again, for the logits behind it."""
-    most = min(len(cached_ids), len(prompt_ids) - 1)
-    return next((i for i in range(most) if cached_ids[i] != prompt_ids[i]), most)
+    most = max(0, min(len(known_ids), len(prompt_ids)) - 1)
+    return next((i for i in range(most) if known_ids[i] != prompt_ids[i]), most)

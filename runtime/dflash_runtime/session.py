@@ -26,9 +26,7 @@ class Session:
     """
 
     def __init__(self, bundle: Bundle, backend: Backend, tokenizer: Tokenizer | None) -> None:
-        self.bundle = bundle
-        self.tokenizer = tokenizer
-        self._backend = backend
+        self.bundle, self.tokenizer, self._backend = bundle, tokenizer, backend
         self._current: TextPieces | None = None
         self.controller = BlockSizeController(bundle.manifest.block_sizes)
         self._closed = False
@@ -82,13 +80,9 @@ class Session:
         if config.stop_strings and self.tokenizer is None:
             raise PromptError("stop_strings is given, but the bundle has no tokenizer. Use stop_token_ids.")
         ids = self._prompt_ids(prompt, config)
-        cached_ids = list[int]()
-        if self._current is not None:
-            self._current.close()
-            cached_ids = self._current.cached_ids
         self._current = TextPieces(
             self._backend, self.bundle.manifest, self.tokenizer, prompt_ids=ids, config=config, started_s=started,
-            controller=self.controller, cached_ids=cached_ids,
+            controller=self.controller, before=self._current,
         )
         return self._current
 

@@ -16,7 +16,6 @@ from dflash_runtime.device_engine import EngineProfile
 from dflash_runtime.errors import EngineError
 from dflash_runtime.kernel_cache import KernelCache
 
-_MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 _PACKAGES = {"tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), "tensorrt-rtx": ("tensorrt-rtx",)}
 
 
@@ -26,7 +25,7 @@ class TensorRTEngines:
     captures = True
 
     def __init__(self, backend: str) -> None:
-        self._trt: Any = importlib.import_module(_MODULES[backend])
+        self._trt: Any = importlib.import_module(backend.replace("-", "_"))
         self.version: str | None = _version(backend, self._trt)
         self._log = self._trt.Logger(self._trt.Logger.WARNING)
         self._runtime: Any = None

@@ -18,8 +18,7 @@ class TextStream:
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop_strings: Sequence[str] = ()) -> None:
-        self._decode = decode
-        self._stop_strings = stop_strings
+        self._decode, self._stop_strings = decode, stop_strings
         self._window: list[int] = []
         self._shown = 0  # characters of the window's text that have left
         self._held = ""  # text that may still become a stop string
@@ -40,8 +39,6 @@ class TextStream:
 
     def finish(self) -> str:
         """The rest, when no token follows."""
-        if self.stopped:
-            return ""
         rest = self._hold_back(self._decode(self._window)[self._shown :])
         rest, self._held = rest + self._held, ""
         return rest

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dflash_runtime.bundle import Bundle, Manifest, WeightEntry
+from dflash_runtime.bundle import Bundle, Manifest
 from dflash_runtime.errors import BundleError
 
 SIGNED_TRANSPOSED = "I8T"
@@ -37,11 +37,9 @@ class MappedWeights:
         if entry is None or entry.dtype not in STORED:
             what = "is not in the bundle" if entry is None else f"has dtype {entry.dtype}"
             raise BundleError(f"Weight {name!r} {what}. Copy or build the bundle again.")
-        return widened(self._stored(entry), entry.dtype).reshape(entry.shape)
-
-    def _stored(self, entry: WeightEntry) -> npt.NDArray[Any]:
         count = int(np.prod(entry.shape, dtype=np.int64))
-        return np.frombuffer(self._files[entry.file], STORED[entry.dtype], count, entry.offset_bytes)
+        stored = np.frombuffer(self._files[entry.file], STORED[entry.dtype], count, entry.offset_bytes)
+        return widened(stored, entry.dtype).reshape(entry.shape)
 
     def drop_pages(self) -> None:
         """Gives back the memory of what has been read so far; it is read again where it is needed."""

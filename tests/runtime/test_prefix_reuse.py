@@ -87,6 +87,11 @@ def test_ten_turns_are_ten_fresh_sessions(wide: Path, kind: str) -> None:
     assert any(n > 1 for result, _ in found for n in result.acceptance_lengths)
 
 
+def test_block_sizes_chosen_round_by_round(wide: Path) -> None:
+    """They depend on times, and the words do not."""
+    assert all(result.token_ids == alone[0] for result, alone in ten_turns(wide, lambda turn: config(block_size="auto")))
+
+
 def test_only_the_new_tokens_are_run(tiny: Path) -> None:
     with Session.open(tiny, threads=1) as session:
         backend: Any = session._backend
@@ -225,7 +230,7 @@ def check_rows(session: Session, alone: Session) -> int:
     """Rows that count as right are those of a prefill of their tokens, in both models; returns how many they are."""
     backend, other = session._backend, alone._backend
     assert isinstance(backend, OrtCpuBackend) and isinstance(other, OrtCpuBackend) and session._current is not None
-    ids = session._current.cached_ids
+    ids = session._current.known_ids[:-1]
     backend._append_waiting()
     alone.generate(ids, config(max_new_tokens=1, reuse_prefix=False))
     other._append_waiting()
@@ -241,8 +246,9 @@ def check_rows_of_requests(tiny: Path) -> int:
     rng, said, count = random.Random(5), list(PROMPT), 0
     with Session.open(tiny, threads=1) as session, Session.open(tiny, threads=1) as alone:
         for number in range(14):
-            prompt = said[: rng.randrange(max(1, len(said) - 9), len(said) + 1)][:60]
-            prompt += [rng.randrange(97)] * rng.choice([0, 1, 6])
+            said = said if len(said) < 60 else said[:20]
+            prompt = said[: rng.choice([len(said), rng.randrange(max(1, len(said) - 9), len(said) + 1)])]
+            prompt += [rng.randrange(97)] * rng.choice([1, 6])  # another text, so that a stale row is a wrong one
             options = config(max_new_tokens=rng.choice([3, 20]), **rng.choice([{"plain": True}, {"block_size": 8}]))
             stream = session.stream(prompt, options)
             for _ in range(20 if number % 3 else 2):
@@ -309,7 +315,7 @@ def test_a_backend_may_keep_less(tiny: Path) -> None:
 
 def keeps_one_row_too_many(patch: pytest.MonkeyPatch) -> None:
     true = request._kept_rows
-    patch.setattr(request, "_kept_rows", lambda cached, prompt: min(true(cached, prompt) + 1, len(prompt) - 1))
+    patch.setattr(request, "_kept_rows", lambda known, prompt: min(true(known, prompt) + 1, len(prompt) - 1))
 
 
 def forgets_the_drafters_rows(patch: pytest.MonkeyPatch) -> None:
@@ -333,18 +339,12 @@ def drops_the_taps_of_plain_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OrtCpuBackend, "reset", reset)
 
 
-def remembers_the_newest_too(patch: pytest.MonkeyPatch) -> None:
-    true = request.TextPieces._next_round
-
-    def next_round(self: Any) -> Any:
-        done = true(self)
-        self.cached_ids = [*self._prompt_ids, *(t for one in self._done for t in one.committed), *done.committed]
-        return done
-
-    patch.setattr(request.TextPieces, "_next_round", next_round)
+def counts_the_newest_too(patch: pytest.MonkeyPatch) -> None:
+    true = request._kept_rows
+    patch.setattr(request, "_kept_rows", lambda known, prompt: true([*known, -1], prompt))
 
 
-@pytest.mark.parametrize("fault", [keeps_one_row_too_many, remembers_the_newest_too])
+@pytest.mark.parametrize("fault", [keeps_one_row_too_many, counts_the_newest_too])
 def test_a_row_too_many_shows(tiny: Path, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     fault(monkeypatch)
     for kind in (ScriptedBackend, LateBackend):
@@ -372,11 +372,11 @@ def test_reuse_after_an_error_would_show(tiny: Path, monkeypatch: pytest.MonkeyP
     true = request.TextPieces._next_round
 
     def next_round(self: Any) -> Any:
-        before = list(self.cached_ids)
+        before = list(self.known_ids)
         try:
             return true(self)
         except OSError:
-            self.cached_ids = [*before, *self._done[-1].committed[-1:]]
+            self.known_ids = [*before, -1]
             raise
 
     monkeypatch.setattr(request.TextPieces, "_next_round", next_round)

@@ -86,6 +86,7 @@ def test_rows_are_kept_from_turn_to_turn(invoke: Invoke, talker: Path) -> None:
     (first_kept, first), (kept, both) = [(int(a), int(b)) for a, b in told]
     assert first_kept == 0 and kept >= first > 0 and both > 2 * first
     assert "12 tokens (length)" in done.stderr and "tokens a round in" in done.stderr
+    assert "Block sizes chosen by tokens per millisecond" in done.stderr  # as `run`, which chooses by default
     assert re.search(r"Conversation: 4 messages, \d+ of 400 tokens", done.stderr)
     assert "No answer yet." in chat(invoke, talker, "/stats").stderr
 

@@ -16,6 +16,7 @@ from dflash_tools.chat_screen import ChatScreen, Interruption
 from dflash_tools.chat_statistics import ChatStatistics
 from dflash_tools.conversation import Message, with_system_prompt
 from dflash_tools.error_lines import one_line
+from dflash_tools.run_block_size import chosen_words
 from dflash_tools.run_command import statistics_line
 
 
@@ -103,7 +104,9 @@ class Chat:
         reason = stream.rounds[-1].finish_reason if stream.rounds else None
         count = sum(len(done.committed) for done in stream.rounds)
         words = statistics_line(stream.result).strip("[]") if reason else f"{count} tokens, then stopped"
-        self.statistics.add(len(ids), stream.rounds, words)
+        chosen = reason is not None and self.config.block_size == "auto"
+        sizes = f"\n{chosen_words(self.session.controller, stream.result)}" if chosen else ""
+        self.statistics.add(len(ids), stream.rounds, words + sizes)
         return Answer(text, stream.rounds, reason, words)
 
     def _tell(self, answer: Answer) -> None:
