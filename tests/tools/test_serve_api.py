@@ -64,6 +64,17 @@ def test_chat_says_what_a_session_says(client: openai.OpenAI, session: Session) 
     assert found.system_fingerprint
 
 
+def test_a_conversation_that_goes_on_costs_what_is_new(client: openai.OpenAI, session: Session) -> None:
+    first = client.chat.completions.create(model="pair", messages=MESSAGES, **STEPS)
+    said = first.choices[0].message.content or ""
+    longer = [*MESSAGES, {"role": "assistant", "content": said}, {"role": "user", "content": "and now?"}]
+    second = client.chat.completions.create(model="pair", messages=longer, **STEPS)
+    assert second.choices[0].message.content == answer(session, longer, reuse_prefix=False).text
+    assert first.usage is not None and second.usage is not None and second.usage.prompt_tokens_details is not None
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert first.usage.prompt_tokens <= (cached or 0) < second.usage.prompt_tokens
+
+
 def test_streamed_pieces_are_the_same_text_with_usage_at_the_end(client: openai.OpenAI, session: Session) -> None:
     expected = answer(session)
     chunks = list(client.chat.completions.create(

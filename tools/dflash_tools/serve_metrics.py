@@ -57,7 +57,7 @@ class ServeMetrics:
         """An answer is complete; it had waited so long for its turn."""
         self._finished.labels(model, result.finish_reason).inc()
         self._prompt.labels(model).inc(result.prompt_token_count)
-        self._reused.labels(model).inc(reused_tokens(result))
+        self._reused.labels(model).inc(result.reused_token_count)
         self._answered.labels(model).inc(len(result.token_ids))
         for length in result.acceptance_lengths:
             self._acceptance.labels(model).observe(length)
@@ -69,8 +69,3 @@ class ServeMetrics:
     def text(self) -> bytes:
         """Everything, as Prometheus reads it."""
         return generate_latest(self.registry)
-
-
-def reused_tokens(result: GenerationResult) -> int:
-    """Prompt tokens that were in the cache already; 0 with a runtime that starts every request afresh."""
-    return int(getattr(result, "reused_token_count", 0))

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from dflash_runtime.generation import GenerationResult
 from dflash_tools.serve_jobs import TokenText
-from dflash_tools.serve_metrics import reused_tokens
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
@@ -151,7 +150,7 @@ class Reply:
         completion = sum(len(result.token_ids) for result in results)
         accepted = sum(length - 1 for result in results for length in result.acceptance_lengths)
         proposed = sum(len(ids) for result in results for ids in result.proposed_ids)
-        cached = sum(reused_tokens(result) for result in results[:: self.answers_per_prompt])
+        cached = sum(result.reused_token_count for result in results[:: self.answers_per_prompt])
         return {
             "prompt_tokens": prompt_tokens, "completion_tokens": completion,
             "total_tokens": prompt_tokens + completion, "prompt_tokens_details": {"cached_tokens": cached},
