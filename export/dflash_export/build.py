@@ -18,9 +18,11 @@ from dflash_export.graph_files import write_graph
 from dflash_export.hollow_model import causal_lm_class
 from dflash_export.match_weights import match_weights
 from dflash_export.memory_release import release_memory
+from dflash_export.parity import PrecisionPasses
 from dflash_export.quantization import choose_schemes
 from dflash_export.quantized_formats.imported_place import ImportedPlace, imported_parts
 from dflash_export.quantized_places import quantize_places
+from dflash_export.range_guard import RangeGuard
 from dflash_export.tap_rule import default_target_layer_ids
 from dflash_export.taps import select_taps
 from dflash_export.target_trace import TracedTarget
@@ -168,7 +170,11 @@ def first_manifest(plan: BuildPlan, root: Path, facts: TargetFacts, taps: TapFac
 
 
 def export_bundle(
-    plan: BuildPlan, root: Path, progress: Progress, stages: BuildStages | None = None
+    plan: BuildPlan,
+    root: Path,
+    progress: Progress,
+    stages: BuildStages | None = None,
+    passes: PrecisionPasses | None = None,
 ) -> Manifest:
     """Writes the portable bundle; it is complete but not yet checked.
 
@@ -177,12 +183,22 @@ def export_bundle(
         root: Empty folder, or one where a killed build left weights.
         progress: Called with stage, done, total.
         stages: What a killed build left.
+        passes: For the fp16 guard, see `RangeGuard`; None leaves it out.
+
+    Raises:
+        ParityError: fp16 cannot hold a value, and it cannot be kept in fp32 either.
     """
     layer_ids = None if plan.drafter is None else list(plan.drafter.config.target_layer_ids)
     facts, taps, stored = trace_and_store_target(plan.target, root, layer_ids, progress, stages)
     manifest = first_manifest(plan, root, facts, taps, stored)
     known = stored.files
+    guard = None if passes is None or passes.keep_in_fp32 is None else RangeGuard(root, passes, progress)
+    if guard is not None:
+        manifest = guard.guard_target(manifest)
     if plan.drafter is not None:
         manifest, more = trace_and_store_drafter(plan.drafter, root, manifest, progress, stages, stored.by_name)
         known |= more
+    if guard is not None:
+        manifest = guard.guard_drafter(manifest)
+        guard.write(manifest)
     return describe(root, manifest, known)

@@ -122,7 +122,7 @@ class Drafter(nn.Module):
         """The key and value rows that taps add to the drafter's context.
 
         Args:
-            taps: [B, S, K*H] raw outputs of the tapped target layers.
+            taps: [B, S, K*H] raw outputs of the tapped target layers, in the drafter's dtype or in fp32.
             positions: [B, S] absolute.
 
         Returns:
@@ -131,7 +131,7 @@ class Drafter(nn.Module):
         # Real taps reach 2e4 and their fused sum leaves fp16's range, so fusing and norm stay in fp32.
         fused = functional.linear(taps.float(), self.fc.weight.float())
         fused = fused * torch.rsqrt(fused.pow(2).mean(-1, keepdim=True) + self.hidden_norm.eps)
-        rows = (fused * self.hidden_norm.weight.float()).to(taps.dtype)
+        rows = (fused * self.hidden_norm.weight.float()).to(self.hidden_norm.weight.dtype)  # taps may be wider
         turn = self.rotation(positions, rows.dtype)
         return [layer.self_attn.rows(rows, turn) for layer in self._layers()]
 

@@ -146,7 +146,8 @@ def trace_and_store_drafter(
             "proposals would be others than it was trained for. Export the target without a drafter."
         )
     progress("trace drafter", 0, 2)
-    context = trace_context(plan.config, TORCH_DTYPES[dtype])
+    taps_dtype = next(tensor.dtype for tensor in target.graph.outputs if tensor.name == "taps")
+    context = trace_context(plan.config, TORCH_DTYPES[dtype], TORCH_DTYPES[taps_dtype])
     progress("trace drafter", 1, 2)
     tables = DrafterTables(embedding, head, target.vocab_size, plan.weights.target_ids)
     draft = trace_drafter(plan.config, tables, TORCH_DTYPES[dtype])

@@ -105,13 +105,19 @@ class DrafterGate:
         if dtype is torch.float32:
             return rows
         del exact_drafter
+        rounded = self._compare(expected, taps, "half")
+        tolerances = self._tolerances(expected, taps, dtype)
+        return rows + rounded.rows("precision", tolerances, f"{self.manifest.precision}, {covered}")
+
+    def _tolerances(self, expected: list[dict[str, Array]], taps: Tensor, dtype: torch.dtype) -> dict[str, float]:
+        """What our module loses in half precision; in bf16 where it overflows in fp16 and the graph must not."""
         own = Worst()
-        for one, two in zip(self._reference(self._drafter(dtype), taps.to(dtype)), expected, strict=True):
+        for one, two in zip(self._reference(self._drafter(dtype), taps), expected, strict=True):
             for name, found, wanted in _pairs(one, two):
                 own.add(name, deviation(found, wanted))
-        tolerances = {k: ROUNDED_FACTOR * v + EXACT_TOLERANCE for k, v in own.by_tensor.items()}
-        rounded = self._compare(expected, taps, "half")
-        return rows + rounded.rows("precision", tolerances, f"{self.manifest.precision}, {covered}")
+        if dtype is torch.float16 and not np.isfinite(list(own.by_tensor.values())).all():
+            return self._tolerances(expected, taps, torch.bfloat16)
+        return {name: ROUNDED_FACTOR * value + EXACT_TOLERANCE for name, value in own.by_tensor.items()}
 
     def _check_windows(self, exact_drafter: Drafter) -> list[CheckRow]:
         limit = self.manifest.max_context_tokens
@@ -124,13 +130,14 @@ class DrafterGate:
         )  # fmt: skip
 
     def _taps(self, given: Tensor | None) -> Tensor:
-        width = next(int(t.shape[-1]) for t in self.facts.context_graph.inputs if t.name == "taps")
+        facts = next(tensor for tensor in self.facts.context_graph.inputs if tensor.name == "taps")
+        width = int(facts.shape[-1])
         noise = torch.randn(1, self.capacity, width, generator=torch.Generator().manual_seed(_SEED))
         if given is not None:
             count = min(given.shape[1], self.capacity)
             noise *= given.std()
             noise[:, :count] = given[:, :count]
-        return noise.to(TORCH_DTYPES[PRECISIONS[self.manifest.precision]]).float()
+        return noise.to(TORCH_DTYPES[facts.dtype]).float()
 
     def _drafter(self, *dtypes: torch.dtype) -> Drafter:
         target, weights = self.manifest.target, self.plan.weights

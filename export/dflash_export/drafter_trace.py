@@ -79,12 +79,13 @@ class _DraftForTrace(nn.Module):
         return {"draft_ids": ids, "draft_logits": logits, "present": present}
 
 
-def trace_context(config: DrafterConfig, dtype: torch.dtype) -> ir.Model:
+def trace_context(config: DrafterConfig, dtype: torch.dtype, taps_dtype: torch.dtype | None = None) -> ir.Model:
     """Traces `drafter_context`: taps in, the drafter's context rows appended.
 
     Args:
         config: The drafter's facts.
-        dtype: Dtype of parameters, cache and taps.
+        dtype: Dtype of parameters and cache.
+        taps_dtype: Dtype of the taps where the target hands them on in another one.
 
     Returns:
         The graph with hollow initializers `drafter.<name>`.
@@ -96,7 +97,8 @@ def trace_context(config: DrafterConfig, dtype: torch.dtype) -> ir.Model:
     drafter = _hollow_drafter(config, DrafterTables("", "", 2), dtype, fake)
     K, H = len(config.target_layer_ids), config.target_hidden_size
     with fake:
-        example = {"taps": torch.zeros(1, EXAMPLE_ROWS, K * H, dtype=dtype)} | _example_state(config, dtype)
+        taps = torch.zeros(1, EXAMPLE_ROWS, K * H, dtype=taps_dtype or dtype)
+        example = {"taps": taps} | _example_state(config, dtype)
     names = {name: PREFIX + name for name, _ in drafter.named_parameters()}
     model = _export(_ContextForTrace(drafter), example, "taps", names)
     _name_interface(model, ["taps", "position"], [], config.num_layers)

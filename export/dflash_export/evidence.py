@@ -54,7 +54,7 @@ class TargetEvidence:
     exact: list[StepOutputs]
     """In fp32, on the weights as the bundle rounds them."""
     rounded: list[StepOutputs] | None
-    """In the bundle's own half precision, None for fp32."""
+    """In the bundle's own half precision, None for fp32; in bf16 where PyTorch overflows in fp16."""
     prompts: list[list[int]]
     continuations: list[list[int]]
     """fp32 greedy continuation of each prompt."""
@@ -100,12 +100,19 @@ def gather_target_evidence(
     quality, original = None, None
     if root is not None and not imported:
         original = _Original.measure(folder, manifest, prompts, root)
-    reference = _load_imported(folder, dtype, root, manifest) if imported else TargetReference.load(folder, dtype)
-    rounded = None
+
+    def load() -> TargetReference:
+        return _load_imported(folder, dtype, root, manifest) if imported else TargetReference.load(folder, dtype)
+
+    reference, rounded = load(), None
     if dtype is not torch.float32:
-        if root is not None:
-            put_dequantized(reference.model, root, manifest, dtype)
-        rounded = [reference.run(step) for step in steps]
+        rounded = _run_rounded(reference, steps, manifest, root, dtype)
+        if dtype is torch.float16 and not all(np.isfinite(one.logits).all() for one in rounded):
+            for parameter in reference.model.parameters():  # not the rotary buffers, which stay in fp32
+                if parameter.dtype is dtype:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+            rounded = _run_rounded(reference, steps, manifest, root, torch.bfloat16)
+            reference = load()
         reference.model.float()
         reference.reset()
     if root is not None:
@@ -120,6 +127,16 @@ def gather_target_evidence(
     said = reference.run(Step(0, (prompts[0] + continuations[0])[: manifest.max_context_tokens]))
     taps = np.concatenate([said.hidden[i] for i in manifest.taps.layer_ids], axis=-1)
     return TargetEvidence(steps, exact, rounded, prompts, continuations, taps, quality)
+
+
+def _run_rounded(
+    reference: TargetReference, steps: list[Step], manifest: Manifest, root: Path | None, dtype: torch.dtype
+) -> list[StepOutputs]:
+    """The calls of a model in half precision, its quantised weights in it too."""
+    reference.reset()
+    if root is not None:
+        put_dequantized(reference.model, root, manifest, dtype)
+    return [reference.run(step) for step in steps]
 
 
 @dataclasses.dataclass(frozen=True)

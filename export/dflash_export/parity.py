@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,8 @@ class PrecisionPasses:
     cannot be run whole; a whole one is compared after it was written."""
     lower_drafter: Callable[[ir.Model, GraphKind], ir.Model] | None = None
     """The same for the drafter's graphs."""
+    keep_in_fp32: Callable[[ir.Model, Collection[str]], ir.Model] | None = None
+    """Puts the named half-precision values of a graph in fp32; None leaves the fp16 guard out."""
 
 
 def check_target(root: Path, manifest: Manifest, evidence: TargetEvidence, passes: PrecisionPasses) -> list[CheckRow]:

@@ -12,7 +12,7 @@ _HIDDEN_PREFIX = "hidden_states."
 def select_taps(model: ir.Model, layer_ids: list[int], hidden_size: int) -> None:
     """Makes output `taps` [1, S, K*H] the concatenation of the raw outputs of the given layers, in their order.
 
-    Works on a freshly traced graph (every `hidden_states.{i}` is an output) and on a bundle's graph alike,
+    Where one of them is kept in fp32, all taps are handed on in fp32. Works on a freshly traced graph (every `hidden_states.{i}` is an output) and on a bundle's graph alike,
     because the values keep their names.
 
     Args:
@@ -36,8 +36,12 @@ def select_taps(model: ir.Model, layer_ids: list[int], hidden_size: int) -> None
     if old is not None:
         producer = old.producer()
         assert producer is not None
+        widened = [value.producer() for value in producer.inputs if value is not None]
         graph.remove(producer, safe=True)
-    chosen = [values[f"{_HIDDEN_PREFIX}{i + 1}"] for i in layer_ids]
+        for cast in dict.fromkeys(widened):
+            if cast is not None and cast.op_type == "Cast" and not cast.outputs[0].uses():
+                graph.remove(cast, safe=True)
+    chosen = _of_one_type(graph, [values[f"{_HIDDEN_PREFIX}{i + 1}"] for i in layer_ids])
     node = ir.node("Concat", chosen, attributes={"axis": -1}, name="taps")
     taps = node.outputs[0]
     taps.name = "taps"
@@ -45,3 +49,17 @@ def select_taps(model: ir.Model, layer_ids: list[int], hidden_size: int) -> None
     taps.shape = ir.Shape([1, "S", len(layer_ids) * hidden_size])
     graph.append(node)
     graph.outputs.extend([*kept[:at], taps, *kept[at:]])
+
+
+def _of_one_type(graph: ir.Graph, chosen: list[ir.Value]) -> list[ir.Value]:
+    if len({value.dtype for value in chosen}) == 1:
+        return chosen
+    return [value if value.dtype == ir.DataType.FLOAT else _widened(graph, value) for value in chosen]
+
+
+def _widened(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+    graph.append(cast)
+    wide = cast.outputs[0]
+    wide.shape, wide.type = value.shape, ir.TensorType(ir.DataType.FLOAT)
+    return wide

@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_engines import ort_cuda
-from dflash_engines.half_precision import emulate_half, to_fp32
+from dflash_engines.half_precision import emulate_half, keep_in_fp32, to_fp32
 from dflash_engines.ort_cpu import lower_bundle, lower_model
 from dflash_engines.tensorrt_engines import BuiltEngines, build_engines, check_buildable
 from dflash_engines.tensorrt_plan import EngineOptions
@@ -88,7 +88,7 @@ def build(
     with resumable_folder(out) as staging:
         root, stages, note = open_stages(staging, made_by)
         plan.notes += [note] if note else []
-        manifest = export_bundle(plan, root, progress, stages)
+        manifest = export_bundle(plan, root, progress, stages, _passes(backend))
         rows, evidence = check_portable(root, manifest, plan, _passes(backend), progress, stages)
         require_passed(rows)
         if backend != "none":
@@ -177,8 +177,8 @@ def add_drafter(
 
 def _passes(backend: str) -> PrecisionPasses:
     if backend == "none":
-        return PrecisionPasses(to_fp32, emulate_half)
-    return PrecisionPasses(to_fp32, emulate_half, lower_target_part, lower_drafter_graph)
+        return PrecisionPasses(to_fp32, emulate_half, keep_in_fp32=keep_in_fp32)
+    return PrecisionPasses(to_fp32, emulate_half, lower_target_part, lower_drafter_graph, keep_in_fp32)
 
 
 def lower_target_part(model: ir.Model) -> ir.Model:

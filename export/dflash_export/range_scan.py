@@ -1,0 +1,154 @@
+"""Runs a half-precision graph in fp32 and notes how large each of its half-precision values becomes.
+
+The graph is run piece by piece, its weights read as they are needed and once for all calls, so that no model is too
+large to be scanned whole, from the first layer to the last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_export.dequantize_nodes import fold_dequantize_nodes
+from dflash_export.dequantized_weights import dequantized_places
+from dflash_export.evidence import gate_prompts
+from dflash_export.graph_files import load_graph
+from dflash_export.graph_runner import Array
+from dflash_export.parity import PrecisionPasses
+from dflash_export.piecewise_runner import PiecewiseRunner
+from dflash_export.quality import text_windows
+from dflash_export.range_words import MOVES, describe_values
+from dflash_export.weight_values import BundleWeights
+from dflash_runtime.bundle import GraphFacts, Manifest
+from dflash_runtime.errors import ParityError
+from dflash_runtime.value_ranges import ValueRange
+
+TEXT_TOKENS = 128
+"""Of the fixed text, beside the gate's prompts."""
+LOGIT_ROWS = 16
+_HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+_PREFIX = "reached."
+_SEED = 511
+
+
+def calibration_texts(root: Path, manifest: Manifest) -> list[list[int]]:
+    """The gate's prompts and the beginning of a fixed text; random ids where there is no tokenizer."""
+    vocab_size, limit = manifest.target.vocab_size, manifest.max_context_tokens
+    file = root / "tokenizer" / "tokenizer.json"
+    rng = random.Random(_SEED)
+    windows = text_windows(file, vocab_size, limit) or [[rng.randrange(vocab_size) for _ in range(TEXT_TOKENS)]]
+    return [ids[:limit] for ids in (*gate_prompts(file, vocab_size), windows[0][:TEXT_TOKENS])]
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphScan:
+    """What a scan found."""
+
+    ranges: list[ValueRange]
+    outputs: list[dict[str, Array]]
+    """Per call the outputs that were asked for."""
+
+
+def scan_graph(
+    root: Path,
+    manifest: Manifest,
+    kind: str,
+    facts: GraphFacts,
+    passes: PrecisionPasses,
+    calls: Sequence[Mapping[str, Array]],
+    wanted: Sequence[str] = (),
+) -> GraphScan:
+    """Scans one graph of a half-precision bundle.
+
+    Args:
+        root: The bundle.
+        manifest: Its manifest as far as it goes: the weight index and the quantised weights are used.
+        kind: `target`, `drafter_context` or `drafter`.
+        facts: Of the graph.
+        passes: For running it in fp32.
+        calls: Inputs of each call, caches included; calls do not follow one another.
+        wanted: Outputs to hand back.
+
+    Raises:
+        ParityError: a value is not finite even in fp32.
+    """
+    model = fold_dequantize_nodes(load_graph(root, manifest.weights, facts.file), manifest.quantized)
+    places = describe_values(model.graph)
+    measured = [value for value in places if value.dtype in _HALVES and _is_measured(value)]
+    _measure(model.graph, measured, wanted)
+    model = passes.to_fp32(model)
+    weights = BundleWeights(root, manifest.weights, None, dequantized_places(root, manifest))
+    taken = {value.name for value in model.graph.inputs}
+    given = [{name: array for name, array in call.items() if name in taken} for call in calls]
+    results = PiecewiseRunner(ir.to_proto(model), weights, []).run(given)
+    ranges = []
+    for value in measured:
+        reached = max(float(result[f"{_PREFIX}{value.name}"]) for result in results)
+        what, layer = places[value]
+        if not np.isfinite(reached):
+            raise ParityError(
+                f"{kind}: {what} is not finite even in fp32, so the checkpoint itself is damaged. Fetch it again."
+            )
+        ranges.append(ValueRange(kind, str(value.name), what, layer, reached))
+    return GraphScan(ranges, [{name: result[name] for name in wanted} for result in results])
+
+
+def _is_measured(value: ir.Value) -> bool:
+    """Whether it depends on the call, and is more than what another value was, moved."""
+    node = value.producer()
+    assert node is not None
+    if value.name == "taps" or (value.name or "").startswith("hidden_states."):
+        return True
+    source = node.inputs[0] if node.inputs else None
+    if node.op_type in ("Constant", "DequantizeLinear", "TensorScatter") or _is_stored(value):
+        return False
+    return not (node.op_type in MOVES and source is not None and source.dtype in _HALVES and not _is_stored(source))
+
+
+def _is_stored(value: ir.Value) -> bool:
+    """A weight, or made of weights alone."""
+    node = value.producer()
+    if node is None:
+        return value.is_initializer()
+    return bool(node.inputs) and all(source is None or _is_stored(source) for source in node.inputs)
+
+
+def _measure(graph: ir.Graph, values: Sequence[ir.Value], wanted: Sequence[str]) -> None:
+    """Makes the largest magnitude of each value an output, in place of the graph's own but for those wanted."""
+    kept = [output for output in graph.outputs if output.name in wanted]
+    graph.outputs.clear()
+    graph.outputs.extend(kept)
+    for value in values:
+        size = ir.node("Abs", [value])
+        largest = ir.node("ReduceMax", [size.outputs[0]], {"keepdims": 0})
+        for node in (size, largest):
+            node.outputs[0].type = value.type
+            graph.append(node)
+        largest.outputs[0].name, largest.outputs[0].shape = f"{_PREFIX}{value.name}", ir.Shape([])
+        graph.outputs.append(largest.outputs[0])
+
+
+def target_calls(manifest: Manifest, texts: Sequence[Sequence[int]]) -> list[dict[str, Array]]:
+    """One call for each text, over empty caches."""
+    capacity = max(len(ids) for ids in texts)
+    caches = empty_caches(manifest.target.graph, capacity)
+    return [
+        {
+            "input_ids": np.array([ids], np.int64),
+            "position": np.zeros(1, np.int64),
+            "logit_rows": np.unique(np.linspace(0, len(ids) - 1, LOGIT_ROWS).astype(np.int64)),
+            **caches,
+        }
+        for ids in texts
+    ]
+
+
+def empty_caches(facts: GraphFacts, capacity: int) -> dict[str, Array]:
+    """Zeroed caches of a graph, by input name."""
+    shapes = {tensor.input: tensor.cache_shape(capacity) for tensor in facts.state}
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
