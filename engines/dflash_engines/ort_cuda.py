@@ -16,6 +16,7 @@ import onnx_ir as ir
 from dflash_engines.acceptance_graph import ACCEPTANCE, acceptance_model
 from dflash_engines.call_profiles import call_profiles
 from dflash_engines.engine_writing import write_engine
+from dflash_engines.fp16_graphs import load_for_precision
 from dflash_engines.passes.constant_reshape import ConstantReshapePass
 from dflash_engines.passes.cuda_attention import CudaAttentionPass
 from dflash_engines.passes.explicit_mask import ExplicitMaskPass
@@ -28,7 +29,6 @@ from dflash_engines.passes.row_gather import RowGatherPass
 from dflash_engines.passes.scatter_rows import ScatterRowsPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.weight_inputs import WeightInputsPass, read_weight_inputs
-from dflash_engines.portable_graph import load_portable
 from dflash_runtime.bundle import Bundle, GraphKind, file_facts
 from dflash_runtime.device_engine import (
     DEVICE_ENGINE_SCHEMA_VERSION,
@@ -98,7 +98,7 @@ def lower_bundle(
     for kind, file in files.items():
         if progress is not None:
             progress("lower", len(lowered), len(files))
-        lowered[kind] = lower_model(load_portable(bundle, file), kind, wanted)
+        lowered[kind] = lower_model(load_for_precision(bundle, kind, file, wanted), kind, wanted)
     return write_graphs(bundle, lowered, versions, wanted)
 
 

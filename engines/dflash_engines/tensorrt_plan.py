@@ -15,8 +15,8 @@ from dflash_engines.acceptance_graph import ACCEPTANCE
 from dflash_engines.build_process import FinishedBuild, run_build
 from dflash_engines.builder_memory import builder_peak_bytes
 from dflash_engines.call_profiles import call_profiles
+from dflash_engines.fp16_graphs import fp16_warnings, load_for_precision
 from dflash_engines.passes.signed_weights import SIGNED_FILE
-from dflash_engines.portable_graph import load_portable
 from dflash_engines.signed_weight_file import write_signed_weights
 from dflash_engines.tensorrt_build import BuildOrder
 from dflash_engines.tensorrt_network import Network, acceptance_network, make_network
@@ -102,14 +102,15 @@ class EnginePlan:
         self.capacity_rows = manifest.max_context_tokens + max(largest, self.chunk)
         self.graphs = {str(kind): file for kind, file in manifest.graph_files().items()}
         self.kinds = [*self.graphs, ACCEPTANCE]
-        self.warnings: list[str] = []
+        self.warnings = fp16_warnings(bundle, self.precision)
 
     def network(self, kind: str) -> Network:
         """The network of one graph."""
         if kind == ACCEPTANCE:
             return acceptance_network()
         return make_network(
-            load_portable(self.bundle, self.graphs[kind]), kind, self.row, precision=self.precision,  # type: ignore[arg-type]
+            load_for_precision(self.bundle, kind, self.graphs[kind], self.precision), kind, self.row,  # type: ignore[arg-type]
+            precision=self.precision,
             capacity_rows=self.capacity_rows, share_weights=self.options.weights_mode == "shared",
             fp32_residuals=self.options.fp32_residuals,
         )  # fmt: skip

@@ -19,12 +19,15 @@ from dflash_export.drafter_data_record import recorded_template_args
 from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import load_graph, weights_by_name, write_graph
 from dflash_export.pair_findings import TargetSide
+from dflash_export.parity import PrecisionPasses
+from dflash_export.range_guard import RangeGuard
 from dflash_export.taps import select_taps
 from dflash_export.tensor_files import TensorPlace
 from dflash_export.text_files import TOKENIZER_FOLDER
 from dflash_export.weight_store import Progress
 from dflash_runtime.bundle import Bundle, FileFacts, Manifest, TapFacts
 from dflash_runtime.errors import PairError
+from dflash_runtime.value_ranges import RANGES_NAME, read_ranges
 
 _OF_TARGET = ("portable", "precision", "quality", "quantised")
 """Stages whose rows stay true when a drafter comes."""
@@ -82,6 +85,7 @@ def write_with_drafter(
     *,
     block_sizes: tuple[int, ...] = (),
     template_args: dict[str, Any] | None = None,
+    passes: PrecisionPasses | None = None,
 ) -> Manifest:
     """Writes a new bundle that shares the old one's weights and adds the drafter.
 
@@ -92,11 +96,15 @@ def write_with_drafter(
         progress: Called with stage, done, total.
         block_sizes: Block sizes asked for; empty for the drafter's own and the common smaller ones.
         template_args: Over what is known of the drafter.
+        passes: For the fp16 guard, see `RangeGuard`; None leaves it out.
+
+    Raises:
+        ParityError: fp16 cannot hold a value, and it cannot be kept in fp32 either.
     """
     old = bundle.manifest
     facts: dict[str, FileFacts] = {}
     for name in old.files:
-        if name != old.target.graph.file and not _of_old_drafter(old, name):
+        if name not in (old.target.graph.file, RANGES_NAME) and not _of_old_drafter(old, name):
             _link(bundle.file(name), root / name)
             facts[name] = old.files[name]
     weights = {n: e for n, e in old.weights.items() if not n.startswith("drafter.")}
@@ -122,7 +130,13 @@ def write_with_drafter(
         checks=[row for row in old.checks if row.stage in _OF_TARGET and "draft" not in row.tensor],
         provenance=provenance(),
     )
+    guard = None if passes is None or passes.keep_in_fp32 is None else RangeGuard(root, passes, progress)
+    if guard is not None:
+        manifest = guard.guard_target(manifest, read_ranges(bundle))
     manifest, more = trace_and_store_drafter(plan, root, manifest, progress, by_name=by_name)
+    if guard is not None:
+        manifest = guard.guard_drafter(manifest)
+        guard.write(manifest)
     return describe(root, manifest, facts | more)
 
 

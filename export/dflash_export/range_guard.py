@@ -19,7 +19,7 @@ from dflash_export.memory_release import release_memory
 from dflash_export.parity import PrecisionPasses
 from dflash_export.range_scan import calibration_texts, empty_caches, scan_graph, target_calls
 from dflash_export.weight_store import Progress
-from dflash_runtime.bundle import GraphFacts, Manifest, sha256_of
+from dflash_runtime.bundle import GraphFacts, Manifest
 from dflash_runtime.errors import EngineError, ParityError
 from dflash_runtime.value_ranges import (
     FP16_LARGEST,
@@ -29,6 +29,7 @@ from dflash_runtime.value_ranges import (
     ValueRange,
     write_ranges,
 )
+
 
 class RangeGuard:
     """Scans the graphs of one bundle under construction, one after the other."""
@@ -46,11 +47,12 @@ class RangeGuard:
         self._taps: list[Array] = []
         self._texts: list[list[int]] = []
 
-    def guard_target(self, manifest: Manifest) -> Manifest:
+    def guard_target(self, manifest: Manifest, known: RangeRecord | None = None) -> Manifest:
         """Scans `target.onnx` on the calibration texts.
 
         Args:
             manifest: With the target, its text files copied.
+            known: What an earlier scan found: the graph is as it has to be, and only its taps are new.
 
         Returns:
             The manifest, with the graph's new interface where taps are kept in fp32.
@@ -65,6 +67,10 @@ class RangeGuard:
         facts = manifest.target.graph
         ranges, found = self._scan(manifest, "target", facts, calls, ["taps"])
         self._taps = [outputs["taps"] for outputs in found]
+        if known is not None:
+            taps = [one for one in ranges if one.value == "taps"]
+            self._ranges = [one for one in known.ranges if one.graph == "target" and one.value != "taps"] + taps
+            return manifest
         facts = self._keep(manifest, "target", facts, ranges)
         return dataclasses.replace(manifest, target=dataclasses.replace(manifest.target, graph=facts))
 

@@ -32,7 +32,7 @@ TEXT_TOKENS = 128
 """Of the fixed text, beside the gate's prompts."""
 LOGIT_ROWS = 16
 _HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
-_PREFIX = "reached."
+_PREFIX, _TAPS = "reached.", "taps"
 _SEED = 511
 
 
@@ -79,7 +79,7 @@ def scan_graph(
     """
     model = fold_dequantize_nodes(load_graph(root, manifest.weights, facts.file), manifest.quantized)
     places = describe_values(model.graph)
-    measured = [value for value in places if value.dtype in _HALVES and _is_measured(value)]
+    measured = [v for v in places if v.name == _TAPS or (v.dtype in _HALVES and _is_measured(v))]
     _measure(model.graph, measured, wanted)
     model = passes.to_fp32(model)
     weights = BundleWeights(root, manifest.weights, None, dequantized_places(root, manifest))
@@ -102,7 +102,7 @@ def _is_measured(value: ir.Value) -> bool:
     """Whether it depends on the call, and is more than what another value was, moved."""
     node = value.producer()
     assert node is not None
-    if value.name == "taps" or (value.name or "").startswith("hidden_states."):
+    if (value.name or "").startswith("hidden_states."):
         return True
     source = node.inputs[0] if node.inputs else None
     if node.op_type in ("Constant", "DequantizeLinear", "TensorScatter") or _is_stored(value):

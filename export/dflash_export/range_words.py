@@ -62,13 +62,18 @@ def describe_values(graph: ir.Graph) -> dict[ir.Value, Place]:
 def _weight(node: ir.Node) -> str | None:
     """The weight a node multiplies by or picks rows of, by its name without `.weight`."""
     for value in node.inputs:
-        made = None if value is None else value.producer()
-        while made is not None and made.op_type in ("Transpose", "Cast", "DequantizeLinear"):
-            value = made.inputs[0]
-            made = None if value is None else value.producer()
-        if value is not None and value.is_initializer() and len(value.shape or ()) >= 2 and "." in (value.name or ""):
-            return str(value.name).removesuffix(".weight")
+        source = _before_turning(value)
+        if source is not None and source.is_initializer() and len(source.shape or ()) >= 2 and "." in str(source.name):
+            return str(source.name).removesuffix(".weight")
     return None
+
+
+def _before_turning(value: ir.Value | None) -> ir.Value | None:
+    """What is turned, widened or dequantised on its way to a product."""
+    made = None if value is None else value.producer()
+    if made is None or made.op_type not in ("Transpose", "Cast", "DequantizeLinear"):
+        return value
+    return _before_turning(made.inputs[0])
 
 
 def _bias(node: ir.Node) -> str | None:

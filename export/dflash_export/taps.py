@@ -12,8 +12,8 @@ _HIDDEN_PREFIX = "hidden_states."
 def select_taps(model: ir.Model, layer_ids: list[int], hidden_size: int) -> None:
     """Makes output `taps` [1, S, K*H] the concatenation of the raw outputs of the given layers, in their order.
 
-    Where one of them is kept in fp32, all taps are handed on in fp32. Works on a freshly traced graph (every `hidden_states.{i}` is an output) and on a bundle's graph alike,
-    because the values keep their names.
+    Works on a freshly traced graph (every `hidden_states.{i}` is an output) and on a bundle's graph alike,
+    because the values keep their names. Where one of them is kept in fp32, all taps are handed on in fp32.
 
     Args:
         model: A target graph; changed in place.

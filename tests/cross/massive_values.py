@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import write_target
+from tiny_models import favour_few_tokens, write_target
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -28,7 +28,7 @@ def with_large_residual(folder: Path, reached: float, *, layers: tuple[int, ...]
     As in trained models the channel is the same for every token, and the norms that follow weaken it and strengthen
     the others, so that what the model says depends on the others.
     """
-    config = write_target(folder, "llama", num_hidden_layers=4, mlp_bias=True, dtype=torch.bfloat16, **sizes)
+    config = write_target(folder, "llama", mlp_bias=True, dtype=torch.bfloat16, **{"num_hidden_layers": 3, **sizes})
 
     def change(tensors: dict[str, Tensor]) -> None:
         for layer in layers:
@@ -44,24 +44,26 @@ def with_large_residual(folder: Path, reached: float, *, layers: tuple[int, ...]
                 weight[CHANNEL] = 0.1
 
     _edit(folder, change)
+    favour_few_tokens(folder, 8)  # so that no two tokens are nearly as likely as each other
     return config
 
 
 def with_large_product(folder: Path, factor: float, **sizes: Any) -> PreTrainedConfig:
     """A target with one MLP unit in layer 1 that reaches some times `factor`; what it adds is as small as before."""
-    config = write_target(folder, "llama", num_hidden_layers=3, dtype=torch.bfloat16, **sizes)
+    config = write_target(folder, "llama", dtype=torch.bfloat16, **sizes)
 
     def change(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.1.mlp.up_proj.weight"][UNIT] *= factor
         tensors["model.layers.1.mlp.down_proj.weight"][:, UNIT] /= factor
 
     _edit(folder, change)
+    favour_few_tokens(folder, 8)
     return config
 
 
 def with_large_values(folder: Path, factor: float) -> PreTrainedConfig:
     """A target whose values, which go into the cache, reach some times `factor` in layer 1."""
-    config = write_target(folder, "llama", num_hidden_layers=3, dtype=torch.bfloat16)
+    config = write_target(folder, "llama", dtype=torch.bfloat16)
 
     def change(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.1.self_attn.v_proj.weight"] *= factor

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from dflash_runtime.bundle import Bundle
+from dflash_runtime.value_ranges import read_ranges
 from dflash_tools.bundle_summary import check_table, engine_names, quantized_bytes, summary_lines, total_bytes
 from dflash_tools.peak_memory import own_peak_bytes
 from dflash_tools.sizes import bytes_text
@@ -68,7 +69,7 @@ def print_report(report: Report, *, as_json: bool) -> None:
 
 
 def _facts(report: Report, bundle: Bundle, peak: int) -> dict[str, Any]:
-    manifest = bundle.manifest
+    manifest, ranges = bundle.manifest, read_ranges(bundle)
     sizes = quantized_bytes(manifest)
     return {
         "path": str(bundle.path),
@@ -83,6 +84,7 @@ def _facts(report: Report, bundle: Bundle, peak: int) -> dict[str, Any]:
         "engines": engine_names(bundle),
         "seconds": report.seconds,
         "peak_memory_bytes": peak,
+        "kept_in_fp32": [] if ranges is None else [dataclasses.asdict(one) for one in ranges.beyond()],
         "notes": report.notes,
         "tensorrt_engines": [report_json(built) for built in report.engines],
         "checks": [dataclasses.asdict(row) for row in manifest.checks],

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dflash_runtime.bundle import Bundle, CheckRow, Manifest, SourceFacts
 from dflash_runtime.engine_record import ENGINE_RECORD_NAME
 from dflash_runtime.generation import GenerationConfig
+from dflash_tools.range_lines import range_lines
 from dflash_tools.sizes import bytes_text, count_text
 
 LABEL_WIDTH = 12
@@ -37,6 +38,8 @@ def summary_lines(bundle: Bundle) -> Iterator[str]:
     origin = "as the drafter asks" if manifest.taps.origin == "drafter" else "the default choice"
     yield _line("taps", f"layers {_numbers(manifest.taps.layer_ids)} ({origin})")
     yield from _precision_lines(manifest)
+    for number, text in enumerate(range_lines(bundle)):
+        yield _line("" if number else "fp16 range", text)
     yield _line("context", f"{manifest.max_context_tokens} tokens, {_kv_text(manifest)}")
     yield _line("text", _text_facts(manifest))
     yield _line("engines", ", ".join(engine_names(bundle)) or f"none; make one: dflash-export engines {bundle.path}")

@@ -12,6 +12,7 @@ import click
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.device_engine import read_device_engine
 from dflash_runtime.engine_record import engine_folder, open_engine
+from dflash_runtime.value_ranges import read_ranges
 from dflash_tools.bundle_summary import check_table, engine_names, summary_lines, total_bytes
 from dflash_tools.error_lines import DFlashCommand
 from dflash_tools.sizes import bytes_text
@@ -55,10 +56,12 @@ def _verify_engine(bundle: Bundle, name: str) -> None:
 
 
 def _facts(bundle: Bundle, verified: list[str]) -> dict[str, Any]:
+    ranges = read_ranges(bundle)
     return {
         "path": str(bundle.path),
         "total_bytes": total_bytes(bundle),
         "engines": engine_names(bundle),
         "verified_files": verified,
+        "ranges": None if ranges is None else dataclasses.asdict(ranges),
         "manifest": dataclasses.asdict(bundle.manifest),
     }

@@ -157,7 +157,7 @@ def add_drafter(
     plan = plan_addition(bundle, drafter, block_sizes, local_files_only)
     with staged_folder(bundle_path) as root:
         manifest = write_with_drafter(
-            bundle, plan, root, progress, block_sizes=block_sizes, template_args=template_args
+            bundle, plan, root, progress, block_sizes=block_sizes, template_args=template_args, passes=_passes(backend)
         )
         progress("check drafter", 0, 1)
         whole = fits_memory(manifest, gate)

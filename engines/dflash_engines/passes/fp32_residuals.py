@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from dflash_engines.passes.graph_reading import HALF_TYPES
+from dflash_engines.passes.graph_reading import HALF_TYPES, dims
 from dflash_engines.passes.graph_writing import emit, remove_dead_nodes, replace
 from dflash_runtime.errors import EngineError
 
@@ -38,7 +38,8 @@ class Fp32ResidualsPass(ir.passes.InPlacePass):
                 continue
             stream[half] = wide
         embeds = any(value.name == "input_ids" for value in model.graph.inputs)
-        if embeds and len(stream) == len(starts):
+        kept = any(_summed_in_fp32(node.outputs[0]) for node in model.graph if node.op_type in ("Gather", "Mul"))
+        if embeds and len(stream) == len(starts) and not kept:
             raise EngineError(
                 "No residual stream is found in this graph: nothing is added to its embedding rows. Leave out "
                 "--fp32-residuals."
@@ -72,6 +73,12 @@ def _embedded(node: ir.Node) -> ir.Value | None:
             return None
         rows = scaled[0].outputs[0]
     return rows
+
+
+def _summed_in_fp32(rows: ir.Value) -> bool:
+    """Whether the graph itself widens what sums begin with: then all of its stream is in fp32 as it is."""
+    wide = [user.outputs[0] for user in rows.consumers() if user.op_type == "Cast" and rows.dtype in HALF_TYPES]
+    return any(user.op_type == "Add" and dims(user.outputs[0]) == dims(rows) for v in wide for user in v.consumers())
 
 
 def _widen(rows: ir.Value) -> ir.Value:
