@@ -16,12 +16,14 @@ from pairs import quiet
 from tiny_models import write_drafter, write_target
 
 from dflash_engines.half_precision import emulate_half, keep_in_fp32, to_fp32
+from dflash_export import graph_pieces, piecewise_runner
 from dflash_export.build import describe, export_bundle
 from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.graph_files import load_graph
 from dflash_export.graph_runner import GraphRunner
 from dflash_export.parity import PrecisionPasses, serialise
 from dflash_export.range_guard import RangeGuard
+from dflash_export.range_scan import calibration_texts, scan_graph, target_calls
 from dflash_export.weight_values import weights_as_float32
 from dflash_runtime import Bundle, ParityError
 from dflash_runtime.value_ranges import RANGES_NAME, RangeRecord, ValueRange, read_ranges
@@ -169,3 +171,19 @@ def test_every_residual_norm_input_tap_and_logit_is_in_the_record(large_residual
     assert {f"product with model.layers.{i}.{part}" for i in range(layers) for part in parts} <= found
     assert {"taps", "logits", "embedding rows"} <= found
     assert all(isinstance(one, ValueRange) and one.reached >= 0 for one in record.ranges)
+
+
+def test_a_target_too_large_for_memory_is_scanned_to_its_last_layer(
+    large_residual: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = Bundle.open(large_residual / "bundle")
+    manifest = bundle.manifest
+    calls = target_calls(manifest, calibration_texts(bundle.path, manifest))
+    found = []
+    for elements in (1 << 24, 1500):
+        for module in (graph_pieces, piecewise_runner):
+            monkeypatch.setattr(module, "PIECE_ELEMENTS", elements)
+        found.append(scan_graph(bundle.path, manifest, "target", manifest.target.graph, GUARDED, calls).ranges)
+    whole, pieces = ({one.value: one.reached for one in ranges} for ranges in found)
+    assert whole.keys() == pieces.keys() and len(whole) > 50
+    assert all(pieces[name] == pytest.approx(whole[name], rel=1e-3) for name in whole)

@@ -1,0 +1,149 @@
+"""fp16 engines of a model whose residual leaves fp16's range, from an fp16 and from a bf16 bundle."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from conftest import Once
+from massive_values import with_large_residual, with_large_values
+from pairs import quiet
+from test_fp16_guard import GUARDED, PROMPT, TAPS
+from tiny_models import write_drafter
+
+from dflash_engines import ort_cuda
+from dflash_engines.fp16_graphs import fp16_warnings, load_for_precision
+from dflash_engines.half_precision import emulate_half, keep_in_fp32, to_fp32
+from dflash_engines.passes.fp32_residuals import Fp32ResidualsPass
+from dflash_engines.passes.retype_half import RetypeHalfPass
+from dflash_engines.portable_graph import load_portable
+from dflash_engines.tensorrt_engines import build_engines
+from dflash_engines.tensorrt_network import make_network
+from dflash_engines.tensorrt_plan import EngineOptions
+from dflash_engines.tensorrt_versions import row_for
+from dflash_export.build import export_bundle
+from dflash_export.build_plan import BuildOptions, plan_build
+from dflash_export.graph_runner import GraphRunner
+from dflash_export.parity import serialise
+from dflash_runtime import Bundle
+from dflash_runtime.errors import EngineError
+from dflash_runtime.weights import MappedWeights
+from dflash_tools.bundle_summary import summary_lines
+
+
+@pytest.fixture(scope="module")
+def bundles(once: Once) -> Path:
+    """`fp16` and `bf16` bundles of one pair."""
+
+    def make(folder: Path) -> None:
+        config = with_large_residual(folder / "target", 1e5, num_hidden_layers=2)
+        write_drafter(folder / "drafter", config, taps=TAPS, layers=1)
+        for precision in ("fp16", "bf16"):
+            options = BuildOptions(str(folder / "target"), str(folder / "drafter"), precision=precision)
+            (folder / precision).mkdir()
+            export_bundle(plan_build(options), folder / precision, quiet, None, GUARDED)
+
+    return once("guarded-pair", make)
+
+
+def _tokens(bundle: Bundle, model: ir.Model, half: Any) -> tuple[list[int], bool]:
+    """Greedy tokens of a target graph whose weights are given in `half`, and whether its logits are finite."""
+    weights = MappedWeights(bundle)
+    given = {name: weights.float32(name).astype(half) for name in model.graph.initializers
+             if name in bundle.manifest.weights}  # fmt: skip
+    runner = GraphRunner(serialise(model), bundle.path, bundle.manifest.target.graph, 48, given)
+    ids, position, said, finite = list(PROMPT), 0, list[int](), True
+    while len(said) < 16:
+        call = {"input_ids": np.array([ids]), "position": np.array([position])}
+        outputs = runner.run(**call, logit_rows=np.array([len(ids) - 1]))
+        finite &= bool(np.isfinite(outputs["logits"]).all())
+        position += len(ids)
+        ids = [int(outputs["token_ids"][0, 0])]
+        said += ids
+    return said, finite
+
+
+def test_fp16_of_a_bf16_bundle_gives_the_fp32_answer(bundles: Path) -> None:
+    bundle = Bundle.open(bundles / "bf16")
+    file = bundle.manifest.target.graph.file
+    expected, _ = _tokens(bundle, to_fp32(load_portable(bundle, file)), np.float32)
+    found = {}
+    for name, model in (("guarded", load_for_precision(bundle, "target", file, "fp16")),
+                        ("plain", load_portable(bundle, file))):  # fmt: skip
+        RetypeHalfPass(ir.DataType.FLOAT16)(model)
+        found[name] = _tokens(bundle, emulate_half(model), np.float16)
+    assert found["guarded"] == (expected, True)
+    assert not found["plain"][1]
+    assert any("values would be, in fp16 engines, kept in fp32" in line for line in summary_lines(bundle))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_both_sides_of_the_taps_are_fp32(bundles: Path, precision: str) -> None:
+    bundle = Bundle.open(bundles / precision)
+    assert any("kept in fp32" in one for one in fp16_warnings(bundle, "fp16"))
+    assert fp16_warnings(bundle, "bf16") == []
+    types = []
+    for kind, file in bundle.manifest.graph_files().items():
+        model = ort_cuda.lower_model(load_for_precision(bundle, kind, file, "fp16"), kind, "fp16")
+        types += [v.dtype for v in (*model.graph.inputs, *model.graph.outputs) if v.name == "taps"]
+    assert types == [ir.DataType.FLOAT] * 2
+    plain = load_for_precision(bundle, "target", bundle.manifest.target.graph.file, "bf16")
+    assert (plain.graph.outputs[2].dtype == ir.DataType.FLOAT) == (precision == "fp16")
+
+
+def test_all_residuals_in_fp32_on_top(bundles: Path) -> None:
+    """The stream that begins in half precision joins the one the guard keeps; one in fp32 throughout is left alone."""
+    bundle = Bundle.open(bundles / "fp16")
+    model = load_portable(bundle, bundle.manifest.target.graph.file)
+    Fp32ResidualsPass()(model)
+    halves = [n for n in model.graph if n.op_type == "Add" and n.outputs[0].dtype == ir.DataType.FLOAT16
+              and (n.outputs[0].name or "").startswith("hidden_states")]  # fmt: skip
+    assert not halves
+    whole = Bundle.open(bundles / "bf16")
+    first = load_portable(whole, whole.manifest.target.graph.file)
+    sums = [n.outputs[0] for n in first.graph if n.op_type == "Add" and len(n.outputs[0].shape or ()) == 3]
+    kept = keep_in_fp32(first, [str(sums[1].name), "hidden_states.1", "hidden_states.0"])
+    Fp32ResidualsPass()(kept)
+
+
+def test_what_fp32_cannot_mend_is_refused_by_name(tmp_path: Path) -> None:
+    with_large_values(tmp_path / "target", 2e4)
+    (tmp_path / "b").mkdir()
+    export_bundle(plan_build(BuildOptions(str(tmp_path / "target"), precision="bf16")), tmp_path / "b", quiet, None,
+                  GUARDED)  # fmt: skip
+    bundle = Bundle.open(tmp_path / "b")
+    with pytest.raises(EngineError, match=r"layers\.1\.self_attn\.v_proj reached .* Leave --precision at bf16"):
+        ort_cuda.lower_bundle(bundle, "fp16")
+    ort_cuda.lower_bundle(bundle)
+
+
+@pytest.mark.parametrize("form", ["fused", "primitive"])
+def test_tensorrt_takes_the_island_and_keeps_its_types(
+    bundles: Path, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bundle = Bundle.open(shutil.copytree(bundles / "bf16", tmp_path / "b"))
+    row = row_for("tensorrt-rtx", trt.__version__) if form == "fused" else row_for("tensorrt", "10.3")
+    model = load_for_precision(bundle, "target", "target.onnx", "fp16")
+    network = make_network(model, "target", row, precision="fp16", capacity_rows=160, share_weights=True)
+    stored = ir.from_proto(onnx.load_model_from_string(network.onnx))
+    sums = [node.outputs[0].dtype for node in stored.graph if node.op_type == "Add"]
+    assert ir.DataType.FLOAT in sums
+    log = trt.Logger(trt.Logger.ERROR)
+    made = trt.Builder(log).create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(made, log)
+    assert parser.parse(network.onnx), [str(parser.get_error(i)) for i in range(parser.num_errors)]
+    outputs = {made.get_output(i).name: made.get_output(i).dtype for i in range(made.num_outputs)}
+    assert outputs["taps"] == trt.float32
+    if form == "fused":
+        options = EngineOptions("tensorrt-rtx", "8.9", (4,), 32, precision="fp16")
+        built = build_engines(bundle, options)
+        assert {engine.kind for engine in built.record.engines} >= {"target", "drafter_context", "drafter"}
+        assert any("kept in fp32" in warning for warning in built.warnings)
+
