@@ -187,3 +187,21 @@ def test_a_target_too_large_for_memory_is_scanned_to_its_last_layer(
     whole, pieces = ({one.value: one.reached for one in ranges} for ranges in found)
     assert whole.keys() == pieces.keys() and len(whole) > 50
     assert all(pieces[name] == pytest.approx(whole[name], rel=1e-3) for name in whole)
+
+
+def test_a_drafter_added_later_gets_its_taps_in_fp32_too(tmp_path: Path) -> None:
+    """Its first tap is small and its second one large."""
+    config = with_large_residual(tmp_path / "target", 5e4, layers=(1,), num_hidden_layers=2)
+    write_drafter(tmp_path / "drafter", config, taps=TAPS, layers=1)
+    pipeline.build(BuildOptions(str(tmp_path / "target"), precision="fp16"), tmp_path / "b", "none", quiet)
+    before = _record(Bundle.open(tmp_path / "b"))
+    pipeline.add_drafter(tmp_path / "b", str(tmp_path / "drafter"), "none", quiet)
+    bundle = Bundle.open(tmp_path / "b")
+    manifest, after = bundle.manifest, _record(bundle)
+    assert manifest.drafter is not None
+    sides = (manifest.target.graph.outputs, manifest.drafter.context_graph.inputs)
+    assert [t.dtype for side in sides for t in side if t.name == "taps"] == ["F32", "F32"]
+    assert [one for one in after.beyond("target") if one.value != "taps"] == [
+        one for one in before.beyond("target") if one.value != "taps"
+    ]
+    assert {one.graph for one in after.ranges} == {"target", "drafter_context", "drafter"}
