@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_export.dequantize_nodes import fold_dequantize_nodes
-from dflash_export.dequantized_weights import dequantized_places
+from dflash_export.dequantized_weights import dequantized_places, read_float_rows
 from dflash_export.evidence import gate_prompts
 from dflash_export.graph_files import load_graph
 from dflash_export.graph_runner import Array
@@ -32,7 +32,7 @@ TEXT_TOKENS = 128
 """Of the fixed text, beside the gate's prompts."""
 LOGIT_ROWS = 16
 _HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
-_PREFIX, _TAPS = "reached.", "taps"
+_PREFIX, _TAPS, _ROWS = "reached.", "taps", "token_rows"
 _SEED = 511
 
 
@@ -81,6 +81,7 @@ def scan_graph(
     places = describe_values(model.graph)
     measured = [v for v in places if v.name == _TAPS or (v.dtype in _HALVES and _is_measured(v))]
     _measure(model.graph, measured, wanted)
+    calls = _with_rows_alone(model.graph, root, manifest, calls)
     model = passes.to_fp32(model)
     weights = BundleWeights(root, manifest.weights, None, dequantized_places(root, manifest))
     taken = {value.name for value in model.graph.inputs}
@@ -116,6 +117,34 @@ def _is_stored(value: ir.Value) -> bool:
     if node is None:
         return value.is_initializer()
     return bool(node.inputs) and all(source is None or _is_stored(source) for source in node.inputs)
+
+
+def _with_rows_alone(
+    graph: ir.Graph, root: Path, manifest: Manifest, calls: Sequence[Mapping[str, Array]]
+) -> Sequence[Mapping[str, Array]]:
+    """Puts the rows that the calls read in the place of a whole embedding table, which may be gigabytes in fp32."""
+    tables = [node for node in graph if node.op_type == "Gather" and _reads_tokens(node, manifest)]
+    if not tables:
+        return calls
+    ids = np.unique(np.concatenate([call["input_ids"].reshape(-1) for call in calls]))
+    rows = ir.Value(name=_ROWS, shape=ir.Shape([1, "S"]), type=ir.TensorType(ir.DataType.INT64))
+    graph.inputs.append(rows)
+    for node in tables:
+        table = node.inputs[0]
+        assert table is not None and table.name is not None and table.dtype is not None
+        read = read_float_rows(root, manifest, table.name, ids.tolist()).float().numpy()
+        tensor = ir.Tensor(read.astype(table.dtype.numpy()), name=f"{table.name}.{_ROWS}")
+        cut = ir.Value(name=tensor.name, shape=tensor.shape, type=table.type, const_value=tensor)
+        graph.initializers[f"{table.name}.{_ROWS}"] = cut
+        node.replace_input_with(0, cut)
+        node.replace_input_with(1, rows)
+    return [{**call, _ROWS: np.searchsorted(ids, call["input_ids"])} for call in calls]
+
+
+def _reads_tokens(node: ir.Node, manifest: Manifest) -> bool:
+    table, index = node.inputs[0], node.inputs[1]
+    assert table is not None and index is not None
+    return table.name in manifest.weights and len(table.shape or ()) == 2 and index.name == "input_ids"
 
 
 def _measure(graph: ir.Graph, values: Sequence[ir.Value], wanted: Sequence[str]) -> None:
