@@ -29,6 +29,8 @@ _IR_DTYPES = {
 }
 _CHUNK_BYTES = 1 << 22
 _NOTE_BYTES = 256 << 20
+_MOST_LOST = 0.01
+"""Of a weight in another dtype, root mean square; rounding itself costs 0.2 % in bf16 and less in fp16."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage name, work done and work in all."""
@@ -194,15 +196,28 @@ def _converted(name: str, place: TensorPlace, dtype: str) -> Iterator[bytes]:
     if place.dtype == dtype:
         yield from place.chunks(_CHUNK_BYTES)
         return
+    energy = lost = 0.0
     for piece in place.chunks(_CHUNK_BYTES):
         source = torch.frombuffer(bytearray(piece), dtype=TORCH_DTYPES[place.dtype])
         result = source.to(TORCH_DTYPES[dtype])
+        energy, lost = energy + _energy(source), lost + _energy(source - result)
         if not torch.isfinite(result).all() and torch.isfinite(source).all():
             raise CheckpointError(
                 f"{name} holds {source.abs().max().item():.4g}, more than {dtype} can hold "
                 f"({torch.finfo(TORCH_DTYPES[dtype]).max:.4g}). Build with --precision bf16 or fp32."
             )
         yield result.view(torch.uint8).numpy().tobytes()
+    if lost > _MOST_LOST**2 * energy and not name.endswith(".bias"):  # one so small adds nothing to a product
+        raise CheckpointError(
+            f"{name} loses {(lost / energy) ** 0.5:.0%} of itself in {dtype}: its values are smaller than "
+            f"{torch.finfo(TORCH_DTYPES[dtype]).smallest_normal:.3g}, below which {dtype} has ever fewer digits. Build "
+            "with --precision bf16 or fp32."
+        )
+
+
+def _energy(values: torch.Tensor) -> float:
+    flat = values.float().reshape(-1)
+    return float(torch.dot(flat, flat))
 
 
 def attach_weights(model: ir.Model, entries: dict[str, WeightEntry], root: Path) -> None:

@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from conftest import Once
-from massive_values import with_large_residual, with_large_values
+from massive_values import with_large_product, with_large_residual, with_large_values
 from pairs import quiet
 from test_fp16_guard import GUARDED, PROMPT, TAPS
 from tiny_models import write_drafter
@@ -30,6 +30,7 @@ from dflash_export.build import export_bundle
 from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.graph_runner import GraphRunner
 from dflash_export.parity import serialise
+from dflash_export.quantization import quantize_options
 from dflash_runtime import Bundle
 from dflash_runtime.errors import EngineError
 from dflash_runtime.weights import MappedWeights
@@ -122,6 +123,25 @@ def test_what_fp32_cannot_mend_is_refused_by_name(tmp_path: Path) -> None:
     ort_cuda.lower_bundle(bundle)
 
 
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_tensorrt_takes_products_of_quantised_weights_in_fp32(bits: str, tmp_path: Path) -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    with_large_product(tmp_path / "target", 2e4)
+    (tmp_path / "b").mkdir()
+    quantize = quantize_options(bits, "keep", "keep", 32, symmetric=True)
+    plan = plan_build(BuildOptions(str(tmp_path / "target"), precision="fp16", quantize=quantize))
+    export_bundle(plan, tmp_path / "b", quiet, None, GUARDED)
+    model = load_portable(Bundle.open(tmp_path / "b"), "target.onnx")
+    row = row_for("tensorrt-rtx", trt.__version__)
+    network = make_network(model, "target", row, precision="fp16", capacity_rows=160, share_weights=True)
+    products = [n for n in _graph(network.onnx) if n.op_type == "MatMul" and n.outputs[0].dtype == ir.DataType.FLOAT]
+    assert len(products) == 2  # to the large values and from them
+
+
+def _graph(data: bytes) -> ir.Graph:
+    return ir.from_proto(onnx.load_model_from_string(data)).graph
+
+
 @pytest.mark.parametrize("form", ["fused", "primitive"])
 def test_tensorrt_takes_the_island_and_keeps_its_types(
     bundles: Path, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -132,8 +152,7 @@ def test_tensorrt_takes_the_island_and_keeps_its_types(
     row = row_for("tensorrt-rtx", trt.__version__) if form == "fused" else row_for("tensorrt", "10.3")
     model = load_for_precision(bundle, "target", "target.onnx", "fp16")
     network = make_network(model, "target", row, precision="fp16", capacity_rows=160, share_weights=True)
-    stored = ir.from_proto(onnx.load_model_from_string(network.onnx))
-    sums = [node.outputs[0].dtype for node in stored.graph if node.op_type == "Add"]
+    sums = [node.outputs[0].dtype for node in _graph(network.onnx) if node.op_type == "Add"]
     assert ir.DataType.FLOAT in sums
     log = trt.Logger(trt.Logger.ERROR)
     made = trt.Builder(log).create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))

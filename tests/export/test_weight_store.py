@@ -50,6 +50,18 @@ def test_a_weight_too_large_for_fp16_is_refused_with_the_value(tmp_path: Path) -
         store_weights(tmp_path, "w.safetensors", places, "F16", _quiet)
 
 
+def test_a_weight_that_vanishes_in_fp16_is_refused_by_name(tmp_path: Path) -> None:
+    noise = torch.randn(64, 64)
+    for scale, stored in ((1e-9, torch.float32), (1e-7, torch.bfloat16)):
+        places = read_tensor_places(_checkpoint(tmp_path / "in", {"w": (scale * noise).to(stored)}))
+        with pytest.raises(CheckpointError, match=r"w loses \d+% of itself in F16.*bf16"):
+            store_weights(tmp_path, "w.safetensors", places, "F16", _quiet)
+        store_weights(tmp_path, "w.safetensors", places, "BF16", _quiet)
+    few = torch.cat([noise.flatten(), torch.full((64,), 1e-9)])
+    tensors = {"w": few, "w.bias": 1e-9 * noise[0].contiguous(), "zeros": torch.zeros(5)}
+    store_weights(tmp_path, "w.safetensors", read_tensor_places(_checkpoint(tmp_path / "in", tensors)), "F16", _quiet)
+
+
 def test_quantised_tensors_are_named(tmp_path: Path) -> None:
     places = read_tensor_places(_checkpoint(tmp_path / "in", {"packed": torch.zeros(4, dtype=torch.int8)}))
     with pytest.raises(CheckpointError, match="packed is stored as I8"):

@@ -113,22 +113,22 @@ def _compute_in_fp32(node: ir.Node, was: dict[ir.Value, ir.DataType], casts: dic
 
 
 def _widened(before: ir.Node, value: ir.Value) -> ir.Value:
-    """The value in fp32; of a turned weight the weight itself is cast, so that engines can take it in fp32."""
+    """The value in fp32. Of a turned weight the stored one is cast, as engines are given a weight in the type of a
+    cast right behind it; a quantised one stays as its kernels look for it, and what they give is cast.
+    """
     turn = value.producer()
-    if turn is not None and turn.op_type == "Transpose" and turn.inputs[0] is not None and _is_weight(turn.inputs[0]):
-        wide = emit(before, "Cast", [turn.inputs[0]], {"to": _FP32}, dtype=_FP32)
-        wide.shape = turn.inputs[0].shape
-        turned = emit(before, "Transpose", [wide], dict(turn.attributes), dtype=_FP32)
-        turned.shape = value.shape
-        return turned
+    weight = None if turn is None or turn.op_type != "Transpose" else turn.inputs[0]
+    if turn is None or weight is None or not weight.is_initializer():
+        return _cast(before, value)
+    turned = emit(before, "Transpose", [_cast(before, weight)], dict(turn.attributes), dtype=_FP32)
+    turned.shape = value.shape
+    return turned
+
+
+def _cast(before: ir.Node, value: ir.Value) -> ir.Value:
     wide = emit(before, "Cast", [value], {"to": _FP32}, dtype=_FP32)
     wide.shape = value.shape
     return wide
-
-
-def _is_weight(value: ir.Value) -> bool:
-    made = value.producer()
-    return value.is_initializer() or (made is not None and made.op_type == "DequantizeLinear")
 
 
 def _cast_behind(node: ir.Node, output: ir.Value, made: ir.DataType, wanted: ir.DataType) -> None:
