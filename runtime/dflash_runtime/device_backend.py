@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -110,6 +111,16 @@ class DeviceBackend:
             for profile in graph.facts.profiles:
                 graph.bind(profile, {**own, **caches.tensors(profile.capacity_rows or caches.layout_rows)})
         return found
+
+    @property
+    def taps_dtype(self) -> str:
+        """What the target engine hands on, in safetensors' spelling: F32 where fp16 could not hold the taps."""
+        graph = self._graphs["target"]
+        width = next(math.prod(d for d in tensor.shape if isinstance(d, int))
+                     for tensor in self.bundle.manifest.target.graph.outputs if tensor.name == "taps")  # fmt: skip
+        elements = width * max(profile.rows for profile in graph.facts.profiles)
+        is_wide = graph.sizes_bytes()["taps"] == 4 * elements
+        return "F32" if is_wide else {"fp16": "F16", "bf16": "BF16"}[self.precision]
 
     def reset(self, kept_rows: int = 0) -> int:
         """See `Backend.reset`. What is still enqueued is waited for: it writes behind the rows that can be kept."""

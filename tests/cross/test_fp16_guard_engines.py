@@ -13,10 +13,11 @@ import pytest
 from conftest import Once
 from massive_values import with_large_product, with_large_residual, with_large_values
 from pairs import quiet
+from recording_device import RecordingDevice
 from test_fp16_guard import GUARDED, PROMPT, TAPS
 from tiny_models import write_drafter
 
-from dflash_engines import ort_cuda
+from dflash_engines import ort_cpu, ort_cuda
 from dflash_engines.fp16_graphs import fp16_warnings, load_for_precision
 from dflash_engines.half_precision import emulate_half, keep_in_fp32, to_fp32
 from dflash_engines.passes.fp32_residuals import Fp32ResidualsPass
@@ -32,9 +33,13 @@ from dflash_export.graph_runner import GraphRunner
 from dflash_export.parity import serialise
 from dflash_export.quantization import quantize_options
 from dflash_runtime import Bundle
+from dflash_runtime.backend import Backend, open_backend
+from dflash_runtime.decode import decode
+from dflash_runtime.device_backend import open_engines
 from dflash_runtime.errors import EngineError
 from dflash_runtime.weights import MappedWeights
 from dflash_tools.bundle_summary import summary_lines
+from dflash_tools.gpu_check_device import read_taps
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +100,27 @@ def test_both_sides_of_the_taps_are_fp32(bundles: Path, precision: str) -> None:
     assert types == [ir.DataType.FLOAT] * 2
     plain = load_for_precision(bundle, "target", bundle.manifest.target.graph.file, "bf16")
     assert (plain.graph.outputs[2].dtype == ir.DataType.FLOAT) == (precision == "fp16")
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_runtime_drafts_and_says_the_fp32_answer(bundles: Path, precision: str, tmp_path: Path) -> None:
+    """ort-cuda's own fp16 engines, on the host."""
+    bundle = Bundle.open(shutil.copytree(bundles / precision, tmp_path / "b"))
+    ort_cpu.lower_bundle(bundle)
+    ort_cuda.lower_bundle(bundle, "fp16")
+    ours = open_engines("ort-cuda", bundle, RecordingDevice(tensorrt_version=None), 16)
+    expected = _say(open_backend("ort-cpu", bundle, 1, 16), 1)
+    assert [_say(ours, block_size) for block_size in (1, 4)] == [expected] * 2
+    assert ours.taps_dtype == "F32"
+    ours.reset()
+    ours.prefill(PROMPT, 0)
+    assert np.abs(read_taps(ours, len(PROMPT))).max() == pytest.approx(1e5, rel=0.01)
+
+
+def _say(backend: Backend, block_size: int) -> list[int]:
+    rounds = decode(backend, PROMPT, max_new_tokens=24, max_context_tokens=48, stop_token_ids=(),
+                    block_size_of=lambda n: block_size)  # fmt: skip
+    return [token for one in rounds for token in one.committed]
 
 
 def test_all_residuals_in_fp32_on_top(bundles: Path) -> None:

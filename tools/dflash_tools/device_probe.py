@@ -54,7 +54,7 @@ class DeviceProbe:
             folder: Its engines.
             record: Their record.
         """
-        self.name, self.precision = backend.name, record.execution_precision
+        self.name, self.precision, self._taps_dtype = backend.name, record.execution_precision, backend.taps_dtype
         self._device, self._record = backend.device, record
         self._manifest = backend.bundle.manifest
         self._facts = {TARGET: self._manifest.target.graph}
@@ -137,7 +137,8 @@ class DeviceProbe:
     def _run(self, kind: str, profile: EngineProfile, given: dict[str, Array], position: int, rows: int) -> Tensors:
         facts, buffers = self._facts[kind], self._buffers[kind]
         for name, array in {**given, "position": np.array([position], np.int64)}.items():
-            self._upload(buffers[name], array if array.dtype == np.int64 else narrowed(array, self._dtype(), name))
+            stored = array if array.dtype == np.int64 else narrowed(array, self._taps_dtype, name)
+            self._upload(buffers[name], stored)
         self._graphs[kind].enqueue(profile)
         model = _model(kind)
         if "new_rows.0" in buffers:  # the primitive form; its drafter graph hands out none, as they are scratch
@@ -154,7 +155,8 @@ class DeviceProbe:
         stated = next(tensor for tensor in facts.outputs if tensor.name == name)
         sizes = {"B": 1, "S": profile.rows, "b": profile.rows, "b-1": profile.rows - 1, "R": profile.logit_rows}
         shape = [sizes[d] if isinstance(d, str) else d for d in stated.shape]
-        dtype = stated.dtype if stated.dtype in ("I64", "F32") and name != "taps" else self._dtype()
+        dtype = stated.dtype if stated.dtype in ("I64", "F32") else self._dtype()
+        dtype = self._taps_dtype if name == "taps" else dtype
         array = self._download(buffer.address, math.prod(shape), dtype).reshape(shape)
         return rows_of(array)[: rows - 1 if name.startswith("draft_") else rows]
 

@@ -52,9 +52,12 @@ def command(bundle: Path, backend: str, as_json: bool, **options: Any) -> None:
     _refuse_tensorrt_options(backend, options)
     with needs_extra("engines"):
         from dflash_engines import ort_cpu, ort_cuda
+        from dflash_engines.fp16_graphs import fp16_warnings
     record: EngineRecord
+    warnings: list[str] = []
     if backend == "ort-cuda":
         record = ort_cuda.lower_bundle(opened.path, options["precision"])
+        warnings = fp16_warnings(opened, record.execution_precision)
     else:
         record = ort_cpu.lower_bundle(
             opened.path, activations=options["activations"] or ort_cpu.DEFAULT_ACTIVATIONS
@@ -62,11 +65,13 @@ def command(bundle: Path, backend: str, as_json: bool, **options: Any) -> None:
     folder = engine_folder(opened, backend)
     if as_json:
         sizes = {name: facts.size_bytes for name, facts in record.files.items()}
-        click.echo(json.dumps({"backend": backend, "path": str(folder), "file_bytes": sizes}))
+        click.echo(json.dumps({"backend": backend, "path": str(folder), "file_bytes": sizes, "warnings": warnings}))
         return
     size = sum(facts.size_bytes for facts in record.files.values())
     click.echo(f"Lowered {len(record.files)} graphs for {backend} into {folder} ({bytes_text(size)}).")
     click.echo(f"They execute in {record.execution_precision}, on the weights of the bundle.")
+    for warning in warnings:
+        click.echo(f"Warning: {warning}")
 
 
 def _refuse_tensorrt_options(backend: str, options: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ def _bundle(name: str, *, check_files: bool) -> Bundle:
 
 def read_taps(backend: DeviceBackend, rows: int) -> npt.NDArray[Any]:
     """Taps [rows, K*H] of the backend's last target call in float32."""
-    manifest, dtype = backend.bundle.manifest, {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}[backend.precision]
+    manifest, dtype = backend.bundle.manifest, backend.taps_dtype
     (width,) = (int(output.shape[-1]) for output in manifest.target.graph.outputs if output.name == "taps")
     host = backend.device.host_memory(rows * width * np.dtype(STORED[dtype]).itemsize)
     backend.device.download(host, backend.buffers["target"]["taps"].address)

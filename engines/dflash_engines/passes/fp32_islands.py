@@ -113,8 +113,10 @@ def _compute_in_fp32(node: ir.Node, was: dict[ir.Value, ir.DataType], casts: dic
 
 
 def _widened(before: ir.Node, value: ir.Value) -> ir.Value:
-    """The value in fp32. Of a turned weight the stored one is cast, as engines are given a weight in the type of a
-    cast right behind it; a quantised one stays as its kernels look for it, and what they give is cast.
+    """The value in fp32.
+
+    Of a turned weight the stored one is cast, as engines are given a weight in the type of a cast right behind it; a
+    quantised one stays as its kernels look for it, and what they give is cast.
     """
     turn = value.producer()
     weight = None if turn is None or turn.op_type != "Transpose" else turn.inputs[0]
