@@ -11,7 +11,7 @@ from dflash_engines.half_precision import keep_in_fp32
 from dflash_engines.portable_graph import load_portable
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import EngineError
-from dflash_runtime.value_ranges import FP16_LARGEST, RangeRecord, read_ranges
+from dflash_runtime.value_ranges import FP16_LARGEST, RangeRecord, ValueRange, read_ranges
 
 _TAPS = "taps"
 
@@ -53,11 +53,19 @@ def _keep(model: ir.Model, record: RangeRecord, kind: str, more: frozenset[str] 
     try:
         return keep_in_fp32(model, more.union(one.value for one in beyond))
     except EngineError as error:
-        worst = max(beyond, key=lambda one: one.reached)
+        stuck = next(one for one in beyond if not _can_be_kept(model, one))
         raise EngineError(
-            f"The {kind} overflows in fp16: {worst.what} reached {worst.reached:.3g}, and fp16 ends at "
+            f"The {kind} is not safe in fp16: {stuck.what} reached {stuck.reached:.3g}, and fp16 ends at "
             f"{FP16_LARGEST:,.0f}. {error} Leave --precision at bf16."
         ) from error
+
+
+def _can_be_kept(model: ir.Model, one: ValueRange) -> bool:
+    try:
+        keep_in_fp32(model, [one.value])
+    except EngineError:
+        return False
+    return True
 
 
 def fp16_warnings(bundle: Bundle, precision: str) -> list[str]:

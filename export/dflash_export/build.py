@@ -192,7 +192,7 @@ def export_bundle(
     facts, taps, stored = trace_and_store_target(plan.target, root, layer_ids, progress, stages)
     manifest = first_manifest(plan, root, facts, taps, stored)
     known = stored.files
-    guard = None if passes is None or passes.keep_in_fp32 is None else RangeGuard(root, passes, progress)
+    guard = None if passes is None or passes.keep_in_fp32 is None else RangeGuard(root, passes, progress, stages)
     if guard is not None:
         manifest = guard.guard_target(manifest)
     if plan.drafter is not None:

@@ -24,6 +24,7 @@ from dflash_export.graph_runner import Array
 from dflash_export.layer_reference import LayerReference
 from dflash_export.memory_release import release_memory
 from dflash_export.parity import EXACT_TOLERANCE, ROUNDED_FACTOR, PrecisionPasses
+from dflash_export.real_residuals import gated_layers, load_residuals
 from dflash_export.reference_run import StepOutputs
 from dflash_export.target_parts import TargetParts
 from dflash_export.tensor_files import TensorPlace
@@ -63,7 +64,7 @@ class LayerGate:
 
     def layer_ids(self) -> list[int]:
         """First, tapped and last layers."""
-        return sorted({0, *self.manifest.taps.layer_ids, self.manifest.target.num_layers - 1})
+        return gated_layers(self.manifest)
 
     def check(self, progress: Progress, stages: BuildStages | None = None) -> list[CheckRow]:
         """All parts; see the module.
@@ -81,7 +82,7 @@ class LayerGate:
             kept = stages.load(f"layer {index}")
             found = (Worst(), Worst(), Worst(), Worst())
             if kept is None or kept["graph"] != graph:
-                self._check_layer(index, *found)
+                self._check_layer(index, load_residuals(stages, index, self.steps), *found)
                 kept = {"graph": graph, "worst": [one.by_tensor for one in found]}
                 stages.save(f"layer {index}", kept)
                 release_memory()
@@ -114,9 +115,11 @@ class LayerGate:
         H = self.manifest.target.hidden_size
         return [torch.randn(1, len(step.ids), H, generator=generator) for step in self.steps]
 
-    def _check_layer(self, index: int, exact: Worst, lowered: Worst, rounded: Worst, allowed: Worst) -> None:
+    def _check_layer(
+        self, index: int, real: list[Tensor] | None, exact: Worst, lowered: Worst, rounded: Worst, allowed: Worst
+    ) -> None:
         dtype = TORCH_DTYPES[PRECISIONS[self.manifest.precision]]
-        residuals = [r.to(dtype).float() for r in self._residuals()]
+        residuals = real or [r.to(dtype).float() for r in self._residuals()]
         entered, expected = self.reference(torch.float32).run_layer(index, self.steps, residuals)
         self._compare(index, self.parts.layer(index), entered, expected, exact)
         if self.passes.lower is not None:
@@ -126,7 +129,7 @@ class LayerGate:
         half_in, half_out = self.reference(dtype).run_layer(index, self.steps, [r.to(dtype) for r in residuals])
         if dtype is torch.float16 and not all(np.isfinite(one.hidden).all() for one in half_out):
             coarse = self.reference(torch.bfloat16)  # PyTorch overflows in fp16, and the graph must not
-            _, half_out = coarse.run_layer(index, self.steps, [r.to(torch.bfloat16) for r in residuals])
+            half_in, half_out = coarse.run_layer(index, self.steps, [r.to(torch.bfloat16) for r in residuals])
         for one, two in zip(half_out, expected, strict=True):
             for name, found, wanted in layer_pairs(index, one, two):
                 allowed.add(name, deviation(found, wanted))

@@ -11,13 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 
+from dflash_export.build_stages import BuildStages
 from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import load_graph, weights_by_name, write_graph
 from dflash_export.graph_runner import Array
 from dflash_export.memory_release import release_memory
 from dflash_export.parity import PrecisionPasses
 from dflash_export.range_scan import calibration_texts, empty_caches, scan_graph, target_calls
+from dflash_export.real_residuals import gated_layers, save_residuals
 from dflash_export.weight_store import Progress
 from dflash_runtime.bundle import GraphFacts, Manifest
 from dflash_runtime.errors import EngineError, ParityError
@@ -34,15 +37,18 @@ from dflash_runtime.value_ranges import (
 class RangeGuard:
     """Scans the graphs of one bundle under construction, one after the other."""
 
-    def __init__(self, root: Path, passes: PrecisionPasses, progress: Progress) -> None:
+    def __init__(
+        self, root: Path, passes: PrecisionPasses, progress: Progress, stages: BuildStages | None = None
+    ) -> None:
         """Prepares; nothing is read yet.
 
         Args:
             root: The bundle.
             passes: For running graphs in fp32 and for keeping values in fp32.
             progress: Called with stage, done, total.
+            stages: Where residuals are left for the layer gate.
         """
-        self._root, self._passes, self._progress = root, passes, progress
+        self._root, self._passes, self._progress, self._stages = root, passes, progress, stages or BuildStages(None)
         self._ranges: list[ValueRange] = []
         self._taps: list[Array] = []
         self._texts: list[list[int]] = []
@@ -65,8 +71,11 @@ class RangeGuard:
         self._texts = calibration_texts(self._root, manifest)
         calls = target_calls(manifest, self._texts)
         facts = manifest.target.graph
-        ranges, found = self._scan(manifest, "target", facts, calls, ["taps"])
+        entered = [f"hidden_states.{index}" for index in gated_layers(manifest)]
+        ranges, found = self._scan(manifest, "target", facts, calls, ["taps", *entered])
         self._taps = [outputs["taps"] for outputs in found]
+        if any(one.reached > FP16_TRUSTED for one in ranges):
+            save_residuals(self._stages, {name: found[-1][name] for name in entered})
         if known is not None:
             taps = [one for one in ranges if one.value == "taps"]
             self._ranges = [one for one in known.ranges if one.graph == "target" and one.value != "taps"] + taps
@@ -135,17 +144,27 @@ class RangeGuard:
         beyond = [one for one in ranges if one.reached > FP16_TRUSTED]
         if manifest.precision != "fp16" or not beyond:
             return facts
-        assert self._passes.keep_in_fp32 is not None
         by_name = weights_by_name(self._root, manifest.weights, facts.file)
         model = load_graph(self._root, manifest.weights, facts.file)
         try:
-            model = self._passes.keep_in_fp32(model, [one.value for one in beyond])
+            kept = self._kept(model, beyond)
         except EngineError as error:
-            worst = max(beyond, key=lambda one: one.reached)
+            stuck = next(one for one in beyond if not self._can_be_kept(model, one))
             raise ParityError(
-                f"the {kind} overflows in fp16: {worst.what} reached {worst.reached:.3g}, and fp16 ends at "
+                f"the {kind} is not safe in fp16: {stuck.what} reached {stuck.reached:.3g}, and fp16 ends at "
                 f"{FP16_LARGEST:,.0f}. {error} Build with --precision bf16."
             ) from error
-        facts = finish_interface(model, kind, facts.file, [tensor.window_tokens for tensor in facts.state[0::2]])
-        write_graph(model, manifest.weights, self._root, facts.file, by_name)
+        facts = finish_interface(kept, kind, facts.file, [tensor.window_tokens for tensor in facts.state[0::2]])
+        write_graph(kept, manifest.weights, self._root, facts.file, by_name)
         return facts
+
+    def _kept(self, model: ir.Model, values: Sequence[ValueRange]) -> ir.Model:
+        assert self._passes.keep_in_fp32 is not None
+        return self._passes.keep_in_fp32(model, [one.value for one in values])
+
+    def _can_be_kept(self, model: ir.Model, one: ValueRange) -> bool:
+        try:
+            self._kept(model, [one])
+        except EngineError:
+            return False
+        return True

@@ -51,7 +51,7 @@ class GraphScan:
 
     ranges: list[ValueRange]
     outputs: list[dict[str, Array]]
-    """Per call the outputs that were asked for."""
+    """Per call the values that were asked for."""
 
 
 def scan_graph(
@@ -72,7 +72,7 @@ def scan_graph(
         facts: Of the graph.
         passes: For running it in fp32.
         calls: Inputs of each call, caches included; calls do not follow one another.
-        wanted: Outputs to hand back.
+        wanted: Values of the graph to hand back.
 
     Raises:
         ParityError: a value is not finite even in fp32.
@@ -149,7 +149,8 @@ def _reads_tokens(node: ir.Node, manifest: Manifest) -> bool:
 
 def _measure(graph: ir.Graph, values: Sequence[ir.Value], wanted: Sequence[str]) -> None:
     """Makes the largest magnitude of each value an output, in place of the graph's own but for those wanted."""
-    kept = [output for output in graph.outputs if output.name in wanted]
+    made = {value.name: value for node in graph for value in node.outputs}
+    kept = [made[name] for name in wanted]
     graph.outputs.clear()
     graph.outputs.extend(kept)
     for value in values:

@@ -3,7 +3,7 @@
 A bundle is the contract between export, engines and runtime:
 
     bundle.json   target.onnx   drafter_context.onnx   drafter.onnx
-    weights/      tokenizer/    reference/             engines/<device tag>/
+    weights/      tokenizer/    reference/             engines/<device tag>/       ranges.json
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import pytest
 from conftest import Once
 from massive_values import with_large_product, with_large_residual, with_large_values
 from pairs import quiet
+from safetensors.torch import load_file, save_file
 from tiny_models import write_drafter, write_target
 
 from dflash_engines.half_precision import emulate_half, keep_in_fp32, to_fp32
@@ -121,11 +122,27 @@ def test_a_product_the_residual_does_not_show(tmp_path: Path) -> None:
     assert np.isfinite(logits).all() and tokens == _answer(bundle, to_fp32)[0]
 
 
-def test_the_whole_build_passes_its_gate_with_what_was_kept(large_residual: Path, tmp_path: Path) -> None:
-    options = BuildOptions(str(large_residual / "target"), precision="fp16")  # without the drafter: half the time
+@pytest.mark.parametrize("gate", ["full", "layers"])
+def test_the_whole_build_passes_its_gate_with_what_was_kept(large_residual: Path, tmp_path: Path, gate: str) -> None:
+    options = BuildOptions(str(large_residual / "target"), precision="fp16", gate=gate)
     report = pipeline.build(options, tmp_path / "b", "ort-cpu", quiet)
     rows = [row for row in report.manifest.checks if row.stage == "precision"]
     assert rows and all(row.passed and np.isfinite(row.tolerance) for row in rows)
+
+
+def test_a_drafter_with_a_large_residual_is_kept_in_fp32(tmp_path: Path) -> None:
+    config = write_target(tmp_path / "target", "llama")
+    write_drafter(tmp_path / "drafter", config, taps=TAPS, layers=1)
+    file = tmp_path / "drafter" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["layers.0.mlp.down_proj.weight"] *= 1e4
+    save_file(tensors, file)
+    options = BuildOptions(str(tmp_path / "target"), str(tmp_path / "drafter"), precision="fp16")
+    report = pipeline.build(options, tmp_path / "b", "none", quiet)
+    beyond = _record(Bundle.open(tmp_path / "b")).beyond()
+    assert {one.graph for one in beyond} == {"drafter"} and max(one.reached for one in beyond) > 65504
+    rows = {row.tensor: row for row in report.manifest.checks if row.stage == "precision"}
+    assert rows["draft_logits"].worst < 0.1 and np.isfinite(rows["draft_logits"].tolerance)
 
 
 def test_values_that_a_cache_holds_end_the_build(tmp_path: Path) -> None:

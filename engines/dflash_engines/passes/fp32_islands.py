@@ -94,8 +94,7 @@ def _refuse_half_only(graph: ir.Graph, islands: set[ir.Value]) -> None:
     stuck = [v for node in graph if node.op_type in _HALF_ONLY for v in (*node.inputs, *node.outputs) if v in islands]
     for value in (*stuck, *interface):
         raise EngineError(
-            f"{value.name} is more than fp16 can be trusted with, and it is held by attention or a KV cache, which "
-            "have no fp32 form. Use bf16 for this model."
+            f"{value.name} would have to be fp32, and it is held by attention or a KV cache, which have no fp32 form."
         )
 
 
