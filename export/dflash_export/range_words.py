@@ -46,9 +46,9 @@ def describe_values(graph: ir.Graph) -> dict[ir.Value, Place]:
                 places[output] = Place(what, passed - 1 if passed else None)
             elif output.name == "taps":
                 places[output] = Place("taps", None)
-            elif weight is not None and node.op_type in ("MatMul", "Gather"):
+            elif weight is not None and node.op_type in ("MatMul", "Gemm", "Gather"):
                 words = "logits" if _are_logits(output) else f"product with {weight}"
-                places[output] = Place(words if node.op_type == "MatMul" else "embedding rows", number)
+                places[output] = Place(words if node.op_type != "Gather" else "embedding rows", number)
             elif node.op_type == "Add" and (bias := _bias(node)) is not None:
                 places[output] = Place(f"product with {bias.removesuffix('.bias')} and its bias", layer)
             elif node.op_type == "Add" and shape is not None and len(shape) == 3 and shape == residual:
@@ -86,10 +86,14 @@ def _layer_of(weight: str) -> int | None:
     return None if match is None else int(next(group for group in match.groups() if group is not None))
 
 
-def _are_logits(output: ir.Value) -> bool:
-    return any(name in ("logits", "draft_logits") for name in
-               (output.name, *(made.name for user in output.consumers() if user.op_type == "Cast"
-                               for made in user.outputs)))  # fmt: skip
+def _are_logits(value: ir.Value) -> bool:
+    """Whether nothing but bias, scale, cap and widening stands between a product and the graph's logits."""
+    while value.name not in ("logits", "draft_logits"):
+        readers = [user for user in value.consumers() if user.op_type in ("Add", "Cast", "Div", "Mul", "Tanh")]
+        if len(readers) != 1 or len(value.consumers()) != 1:
+            return False
+        value = readers[0].outputs[0]
+    return True
 
 
 def _with_norm(value: ir.Value, words: str) -> str:
