@@ -22,7 +22,7 @@ from dflash_export.graph_runner import Array
 from dflash_export.parity import PrecisionPasses
 from dflash_export.piecewise_runner import PiecewiseRunner
 from dflash_export.quality import text_windows
-from dflash_export.range_words import MOVES, describe_values
+from dflash_export.range_words import MOVES, Place, describe_values
 from dflash_export.weight_values import BundleWeights
 from dflash_runtime.bundle import GraphFacts, Manifest
 from dflash_runtime.errors import ParityError
@@ -79,7 +79,7 @@ def scan_graph(
     """
     model = fold_dequantize_nodes(load_graph(root, manifest.weights, facts.file), manifest.quantized)
     places = describe_values(model.graph)
-    measured = [v for v in places if v.name == _TAPS or (v.dtype in _HALVES and _is_measured(v))]
+    measured = _measured(model.graph, places)
     _measure(model.graph, measured, wanted)
     calls = _with_rows_alone(model.graph, root, manifest, calls)
     model = passes.to_fp32(model)
@@ -99,23 +99,36 @@ def scan_graph(
     return GraphScan(ranges, [{name: result[name] for name in wanted} for result in results])
 
 
-def _is_measured(value: ir.Value) -> bool:
-    """Whether it depends on the call, and is more than what another value was, moved."""
-    node = value.producer()
-    assert node is not None
-    if (value.name or "").startswith("hidden_states."):
-        return True
+def _measured(graph: ir.Graph, places: Mapping[ir.Value, Place]) -> list[ir.Value]:
+    """The values whose size says something: no weights, no copies, and nothing that a mask makes as large as can be."""
+    dynamic: set[ir.Value] = set()  # depends on weights and on the call
+    moving: set[ir.Value] = {value for value in graph.inputs if not value.is_initializer()}
+    found = []
+    for node in graph:
+        read = [value for value in node.inputs if value is not None]
+        moves = any(value in moving for value in read)
+        weighs = any(value in dynamic for value in read) or (moves and any(_is_stored(value) for value in read))
+        moving.update(node.outputs if moves else ())
+        dynamic.update(node.outputs if weighs else ())
+        masked = node.op_type == "Add" and any(value in moving and value not in dynamic for value in read)
+        for value in node.outputs if node.op_type != "TensorScatter" else ():
+            is_residual = (value.name or "").startswith("hidden_states.")
+            is_own = is_residual or (weighs and not masked and not _is_copy(node))
+            if value.name == _TAPS or (value.dtype in _HALVES and value in places and is_own):
+                found.append(value)
+    return found
+
+
+def _is_copy(node: ir.Node) -> bool:
     source = node.inputs[0] if node.inputs else None
-    if node.op_type in ("Constant", "DequantizeLinear", "TensorScatter") or _is_stored(value):
-        return False
-    return not (node.op_type in MOVES and source is not None and source.dtype in _HALVES and not _is_stored(source))
+    return node.op_type in MOVES and source is not None and source.dtype in _HALVES and not _is_stored(source)
 
 
 def _is_stored(value: ir.Value) -> bool:
     """A weight, or made of weights alone."""
     node = value.producer()
     if node is None:
-        return value.is_initializer()
+        return isinstance(value.const_value, ir.ExternalTensor)
     return bool(node.inputs) and all(source is None or _is_stored(source) for source in node.inputs)
 
 

@@ -222,3 +222,11 @@ def test_a_drafter_added_later_gets_its_taps_in_fp32_too(tmp_path: Path) -> None
         one for one in before.beyond("target") if one.value != "taps"
     ]
     assert {one.graph for one in after.ranges} == {"target", "drafter_context", "drafter"}
+
+
+def test_a_mask_as_large_as_fp16_is_no_overflow(tmp_path: Path) -> None:
+    write_target(tmp_path / "target", "bloom", n_layer=2, n_head=4)
+    bundle = _export(tmp_path)
+    masks = ir.load(bundle.file("target.onnx")).graph
+    assert any(node.op_type == "Where" and node.outputs[0].dtype == ir.DataType.FLOAT16 for node in masks)
+    assert not _record(bundle).beyond()
