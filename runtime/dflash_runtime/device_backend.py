@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -69,7 +68,7 @@ class DeviceBackend:
         scratch = device.allocate(max(1, *(engine.scratch_bytes for _, engine in loaded.values())))
         self._graphs = {kind: DeviceGraph(facts, engine, scratch, remedy) for kind, (facts, engine) in loaded.items()}
         profiles = [profile for facts in record.engines for profile in facts.profiles]
-        rows = max(profile.rows for profile in profiles)
+        self.call_rows = rows = max(profile.rows for profile in profiles)  # most tokens in a call
         layouts = sorted({profile.capacity_rows for profile in profiles} - {0})
         if manifest.max_context_tokens + rows > layouts[-1] or any(2 * a > b for a, b in itertools.pairwise(layouts)):
             raise EngineError(
@@ -111,16 +110,6 @@ class DeviceBackend:
             for profile in graph.facts.profiles:
                 graph.bind(profile, {**own, **caches.tensors(profile.capacity_rows or caches.layout_rows)})
         return found
-
-    @property
-    def taps_dtype(self) -> str:
-        """What the target engine hands on, in safetensors' spelling: F32 where fp16 could not hold the taps."""
-        graph = self._graphs["target"]
-        width = next(math.prod(d for d in tensor.shape if isinstance(d, int))
-                     for tensor in self.bundle.manifest.target.graph.outputs if tensor.name == "taps")  # fmt: skip
-        elements = width * max(profile.rows for profile in graph.facts.profiles)
-        is_wide = graph.sizes_bytes()["taps"] == 4 * elements
-        return "F32" if is_wide else {"fp16": "F16", "bf16": "BF16"}[self.precision]
 
     def reset(self, kept_rows: int = 0) -> int:
         """See `Backend.reset`. What is still enqueued is waited for: it writes behind the rows that can be kept."""

@@ -39,6 +39,7 @@ from dflash_runtime.device_backend import open_engines
 from dflash_runtime.errors import EngineError
 from dflash_runtime.weights import MappedWeights
 from dflash_tools.bundle_summary import summary_lines
+from dflash_tools.device_probe import taps_dtype
 from dflash_tools.gpu_check_device import read_taps
 
 
@@ -111,7 +112,7 @@ def test_the_runtime_drafts_and_says_the_fp32_answer(bundles: Path, precision: s
     ours = open_engines("ort-cuda", bundle, RecordingDevice(tensorrt_version=None), 16)
     expected = _say(open_backend("ort-cpu", bundle, 1, 16), 1)
     assert [_say(ours, block_size) for block_size in (1, 4)] == [expected] * 2
-    assert ours.taps_dtype == "F32"
+    assert taps_dtype(ours) == "F32"
     ours.reset()
     ours.prefill(PROMPT, 0)
     assert np.abs(read_taps(ours, len(PROMPT))).max() == pytest.approx(1e5, rel=0.01)

@@ -43,6 +43,14 @@ def engines_of(bundle: Bundle, name: str, device: Device) -> Path:
     raise EngineError(f"There are no {name} engines. Run: dflash-export engines {bundle.path} --backend {name}")
 
 
+def taps_dtype(backend: DeviceBackend) -> str:
+    """What the target engine hands on, in safetensors' spelling: F32 where fp16 could not hold the taps."""
+    outputs = backend.bundle.manifest.target.graph.outputs
+    (width,) = (int(output.shape[-1]) for output in outputs if output.name == "taps")
+    is_wide = backend.buffers["target"]["taps"].size_bytes == 4 * width * backend.call_rows
+    return "F32" if is_wide else {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}[backend.precision]
+
+
 class DeviceProbe:
     """A `GraphProbe` over the engines of an open backend, whose device and weights it uses."""
 
@@ -54,7 +62,7 @@ class DeviceProbe:
             folder: Its engines.
             record: Their record.
         """
-        self.name, self.precision, self._taps_dtype = backend.name, record.execution_precision, backend.taps_dtype
+        self.name, self.precision, self._taps_dtype = backend.name, record.execution_precision, taps_dtype(backend)
         self._device, self._record = backend.device, record
         self._manifest = backend.bundle.manifest
         self._facts = {TARGET: self._manifest.target.graph}

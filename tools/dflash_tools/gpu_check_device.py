@@ -18,6 +18,7 @@ from dflash_runtime.device_backend import DeviceBackend
 from dflash_runtime.device_engine import BoundWeight
 from dflash_runtime.device_weights import WeightPlaces, narrowed
 from dflash_runtime.weights import STORED, widened
+from dflash_tools.device_probe import taps_dtype
 from dflash_tools.gpu_check_pieces import FOLDER, LARGE, TINY
 from dflash_tools.gpu_check_stage import Skipped
 from dflash_tools.machine_probe import Machine
@@ -116,7 +117,7 @@ def _bundle(name: str, *, check_files: bool) -> Bundle:
 
 def read_taps(backend: DeviceBackend, rows: int) -> npt.NDArray[Any]:
     """Taps [rows, K*H] of the backend's last target call in float32."""
-    manifest, dtype = backend.bundle.manifest, backend.taps_dtype
+    manifest, dtype = backend.bundle.manifest, taps_dtype(backend)
     (width,) = (int(output.shape[-1]) for output in manifest.target.graph.outputs if output.name == "taps")
     host = backend.device.host_memory(rows * width * np.dtype(STORED[dtype]).itemsize)
     backend.device.download(host, backend.buffers["target"]["taps"].address)
