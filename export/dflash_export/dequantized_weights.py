@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from dflash_export.piece_threads import map_pieces
 from dflash_export.quantized_places import ROUND_TO_NEAREST, float_rows
 from dflash_export.tensor_files import TensorPlace, stored_bytes
 from dflash_export.weight_values import read_weight
@@ -136,13 +138,9 @@ def check_rounding(root: Path, manifest: Manifest, places: Mapping[str, TensorPl
         if name in places and facts.origin == ROUND_TO_NEAREST
     }
     for name, facts in rounded.items():
-        for first, rows in _numbered(float_rows(places[name])):
-            part = slice(first, first + len(rows))
-            scales = read_weight(root, manifest.weights[facts.scales])[part].float().reshape(len(rows), -1, 1)
-            found = read_float_weight(root, manifest, name, part)
-            apart = (found - rows.float()).abs().reshape(len(rows), scales.shape[1], -1)
-            steps = apart / scales.abs().clamp(min=torch.finfo(torch.float32).tiny)
-            worst[facts.bits] = max(worst.get(facts.bits, 0.0), float(steps.max()))
+        worst_of = partial(_worst_steps, root, manifest, name)
+        for steps in map_pieces(worst_of, _numbered(float_rows(places[name]))):
+            worst[facts.bits] = max(worst.get(facts.bits, 0.0), steps)
     table = []
     for bits, most in worst.items():
         count = sum(facts.bits == bits for facts in rounded.values())
@@ -150,6 +148,17 @@ def check_rounding(root: Path, manifest: Manifest, places: Mapping[str, TensorPl
         allowed = _CLIPPED_STEPS[bits]
         table.append(CheckRow("quantised", f"{covered} int{bits}", most, allowed, most <= allowed, words))
     return table
+
+
+def _worst_steps(root: Path, manifest: Manifest, name: str, numbered: tuple[int, Tensor]) -> float:
+    """Most steps of its scale that a value of some rows is off."""
+    first, rows = numbered
+    part = slice(first, first + len(rows))
+    stored = manifest.weights[manifest.quantized[name].scales]
+    scales = read_weight(root, stored)[part].float().reshape(len(rows), -1, 1)
+    found = read_float_weight(root, manifest, name, part)
+    apart = (found - rows.float()).abs().reshape(len(rows), scales.shape[1], -1)
+    return float((apart / scales.abs().clamp(min=torch.finfo(torch.float32).tiny)).max())
 
 
 def _numbered(pieces: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:

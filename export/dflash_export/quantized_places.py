@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dflash_export.piece_threads import map_pieces
 from dflash_export.quantization import Scheme, require_whole_groups
 from dflash_export.tensor_files import FLOAT_DTYPES, TensorPlace, stored_bytes
 from dflash_runtime.bundle import QuantizedWeight
@@ -18,8 +20,9 @@ from dflash_runtime.errors import CheckpointError
 Role = Literal["values", "scales", "zero_points"]
 ROLES: tuple[Role, ...] = ("values", "scales", "zero_points")
 ROUND_TO_NEAREST = "round-to-nearest"
-_PIECE_BYTES = 1 << 20
-"""Of a matrix at a time: what rounding makes of it stays in the CPU's cache, which makes it twice as fast."""
+_PIECE_BYTES = 3 << 17
+"""Of a matrix at a time. What rounding makes of it stays in the CPU's cache, which makes it twice as fast, and in fp32
+stays below the size from which a build returns every block to the system, which would be most of the work."""
 KEPT_SCALE_BYTES = 192 << 20
 """Scales are written long after the values they were found with; so many bytes of them wait in memory, and the rest is
 found again."""
@@ -157,8 +160,8 @@ def _rounding_source(place: TensorPlace, scheme: Scheme, scale_dtype: str, kept:
             yield from found
             return
         seen: list[QuantizedRows] = []
-        for piece in float_rows(place):
-            rounded = round_rows(piece, scheme, FLOAT_DTYPES[scale_dtype])
+        rounding = partial(round_rows, scheme=scheme, scale_dtype=FLOAT_DTYPES[scale_dtype])
+        for rounded in map_pieces(rounding, float_rows(place)):
             yield rounded
             seen.append(dataclasses.replace(rounded, values=torch.empty(0, dtype=torch.uint8)))
         if role == "values" and not found and kept.take(seen):
