@@ -109,9 +109,9 @@ def test_scales_that_wait_are_those_found_again(
     assert scheme is not None
     rounded: list[int] = []
 
-    def counting(rows: torch.Tensor, *args: Any) -> quantized_places.QuantizedRows:
+    def counting(rows: torch.Tensor, **options: Any) -> quantized_places.QuantizedRows:
         rounded.append(len(rows))
-        return round_rows(rows, *args)
+        return round_rows(rows, **options)
 
     monkeypatch.setattr(quantized_places, "round_rows", counting)
     found = []
