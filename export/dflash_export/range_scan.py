@@ -171,7 +171,9 @@ def _measure(graph: ir.Graph, values: Sequence[ir.Value], wanted: Sequence[str])
         largest = ir.node("ReduceMax", [size.outputs[0]], {"keepdims": 0})
         for node in (size, largest):
             node.outputs[0].type = value.type
-            graph.append(node)
+        producer = value.producer()
+        assert producer is not None
+        graph.insert_after(producer, (size, largest))  # at once, or every value would have to wait for the end
         largest.outputs[0].name, largest.outputs[0].shape = f"{_PREFIX}{value.name}", ir.Shape([])
         graph.outputs.append(largest.outputs[0])
 

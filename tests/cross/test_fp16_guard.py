@@ -6,8 +6,10 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from conftest import Once
@@ -17,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import write_drafter, write_target
 
 from dflash_engines.half_precision import emulate_half, keep_in_fp32, to_fp32
-from dflash_export import graph_pieces, piecewise_runner
+from dflash_export import graph_pieces, piecewise_runner, range_scan
 from dflash_export.build import describe, export_bundle
 from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.graph_files import load_graph
@@ -204,6 +206,25 @@ def test_a_target_too_large_for_memory_is_scanned_to_its_last_layer(
     whole, pieces = ({one.value: one.reached for one in ranges} for ranges in found)
     assert whole.keys() == pieces.keys() and len(whole) > 50
     assert all(pieces[name] == pytest.approx(whole[name], rel=1e-3) for name in whole)
+
+
+def test_a_value_is_measured_as_soon_as_it_is_there(large_residual: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that waited for the end would be all activations of a model at once."""
+    bundle = Bundle.open(large_residual / "bundle")
+    seen: list[onnx.GraphProto] = []
+
+    class Watched(piecewise_runner.PiecewiseRunner):
+        def __init__(self, model: onnx.ModelProto, *args: Any) -> None:
+            seen.append(model.graph)
+            super().__init__(model, *args)
+
+    monkeypatch.setattr(range_scan, "PiecewiseRunner", Watched)
+    calls = target_calls(bundle.manifest, [[1, 2, 3, 4]])
+    scan_graph(bundle.path, bundle.manifest, "target", bundle.manifest.target.graph, GUARDED, calls)
+    (graph,) = seen
+    place = {name: number for number, node in enumerate(graph.node) for name in node.output}
+    waits = [number - place[node.input[0]] for number, node in enumerate(graph.node) if node.op_type == "Abs"]
+    assert len(waits) > 10 and max(waits) <= 4
 
 
 def test_a_drafter_added_later_gets_its_taps_in_fp32_too(tmp_path: Path) -> None:
