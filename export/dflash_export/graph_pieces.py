@@ -36,15 +36,16 @@ def cut_graph(
 ) -> list[Piece]:
     """Orders the nodes into pieces.
 
-    Each piece takes every node that can run and has room, and what only converts a cache comes with the node that
-    writes into it, so that a cache is read and written in one piece.
+    Each piece takes every node that can run and has room. What only converts a cache comes with the node that writes
+    into it, so that a cache is read and written in one piece; what only turns or converts a weight comes with the node
+    that reads it, or the weights of all layers would be turned at the beginning and wait.
 
     Args:
         graph: Topologically sorted.
         weights: The initializers that count, by name.
         caches: Inputs that are caches.
     """
-    left = _with_cache_reads(_with_products(graph, weights), caches)
+    left = _with_cache_reads(_with_products(graph, weights), caches, weights)
     known = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     pieces = []
     while left:
@@ -64,15 +65,19 @@ def cut_graph(
     return pieces
 
 
-def _with_cache_reads(steps: list[Piece], caches: Collection[str]) -> list[Piece]:
-    """Puts conversions of caches in front of the step that reads them; a size is read off the cache itself."""
-    cache_of = {name: name for name in caches}
+def _with_cache_reads(steps: list[Piece], caches: Collection[str], weights: Collection[str]) -> list[Piece]:
+    """Puts conversions of caches and weights before the step that reads them; a size is read off the cache itself."""
+    cache_of, turned = {name: name for name in caches}, set(weights)
     waiting: dict[str, onnx.NodeProto] = {}
     kept: list[Piece] = []
     for step in steps:
         node, nodes = step.nodes[0], step.nodes
         if node.op_type in ("Cast", "Identity") and node.input[0] in cache_of:
             cache_of[node.output[0]] = cache_of[node.input[0]]
+            waiting[node.output[0]] = node
+            continue
+        if node.op_type in ("Cast", "Identity", "Transpose") and node.input[0] in turned and len(nodes) == 1:
+            turned.add(node.output[0])
             waiting[node.output[0]] = node
             continue
         if node.op_type == "Shape" and node.input[0] in cache_of:
