@@ -146,10 +146,19 @@ class _KeptScales:
 
     def take(self, rows: list[QuantizedRows]) -> bool:
         """Whether there is room for what the rows hold beside values."""
-        size = sum(t.nbytes for r in rows for t in (r.scales, r.zero_points) if t is not None)
+        size = _size_bytes(rows)
         fits = size <= self._left_bytes
         self._left_bytes -= size if fits else 0
         return fits
+
+    def give_back(self, rows: list[QuantizedRows]) -> None:
+        """They were written."""
+        self._left_bytes += _size_bytes(rows)
+        rows.clear()
+
+
+def _size_bytes(rows: list[QuantizedRows]) -> int:
+    return sum(t.nbytes for r in rows for t in (r.scales, r.zero_points) if t is not None)
 
 
 def _rounding_source(place: TensorPlace, scheme: Scheme, scale_dtype: str, kept: _KeptScales) -> RowSource:
@@ -158,6 +167,8 @@ def _rounding_source(place: TensorPlace, scheme: Scheme, scale_dtype: str, kept:
     def rows(role: Role) -> Iterator[QuantizedRows]:
         if role != "values" and found:
             yield from found
+            if role == "zero_points" or scheme.symmetric:
+                kept.give_back(found)
             return
         seen: list[QuantizedRows] = []
         rounding = partial(round_rows, scheme=scheme, scale_dtype=FLOAT_DTYPES[scale_dtype])
