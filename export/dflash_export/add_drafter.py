@@ -20,7 +20,7 @@ from dflash_export.graph_facts import finish_interface
 from dflash_export.graph_files import load_graph, weights_by_name, write_graph
 from dflash_export.pair_findings import TargetSide
 from dflash_export.parity import PrecisionPasses
-from dflash_export.range_guard import RangeGuard
+from dflash_export.range_guard import RangeGuard, is_guarded
 from dflash_export.taps import select_taps
 from dflash_export.tensor_files import TensorPlace
 from dflash_export.text_files import TOKENIZER_FOLDER
@@ -130,7 +130,7 @@ def write_with_drafter(
         checks=[row for row in old.checks if row.stage in _OF_TARGET and "draft" not in row.tensor],
         provenance=provenance(),
     )
-    guard = None if passes is None or passes.keep_in_fp32 is None else RangeGuard(root, passes, progress)
+    guard = RangeGuard(root, passes, progress) if passes is not None and is_guarded(manifest, passes) else None
     if guard is not None:
         manifest = guard.guard_target(manifest, read_ranges(bundle))
     manifest, more = trace_and_store_drafter(plan, root, manifest, progress, by_name=by_name)

@@ -22,7 +22,7 @@ from dflash_export.parity import PrecisionPasses
 from dflash_export.quantization import choose_schemes
 from dflash_export.quantized_formats.imported_place import ImportedPlace, imported_parts
 from dflash_export.quantized_places import quantize_places
-from dflash_export.range_guard import RangeGuard
+from dflash_export.range_guard import RangeGuard, is_guarded
 from dflash_export.tap_rule import default_target_layer_ids
 from dflash_export.taps import select_taps
 from dflash_export.target_trace import TracedTarget
@@ -192,7 +192,9 @@ def export_bundle(
     facts, taps, stored = trace_and_store_target(plan.target, root, layer_ids, progress, stages)
     manifest = first_manifest(plan, root, facts, taps, stored)
     known = stored.files
-    guard = None if passes is None or passes.keep_in_fp32 is None else RangeGuard(root, passes, progress, stages)
+    guard = None
+    if passes is not None and is_guarded(manifest, passes):
+        guard = RangeGuard(root, passes, progress, stages)
     if guard is not None:
         manifest = guard.guard_target(manifest)
     if plan.drafter is not None:

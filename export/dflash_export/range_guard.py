@@ -33,6 +33,17 @@ from dflash_runtime.value_ranges import (
     write_ranges,
 )
 
+SCANNED_PARAMETERS = 1 << 29
+"""A bf16 bundle of a larger target is not scanned, as that takes longer than all else in its build and helps fp16
+engines alone, which then say that they are unguarded."""
+
+
+def is_guarded(manifest: Manifest, passes: PrecisionPasses | None) -> bool:
+    """Whether the graphs of a bundle under construction are scanned: always in fp16."""
+    if passes is None or passes.keep_in_fp32 is None:
+        return False
+    return manifest.precision == "fp16" or manifest.target.num_parameters <= SCANNED_PARAMETERS
+
 
 class RangeGuard:
     """Scans the graphs of one bundle under construction, one after the other."""

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import write_drafter, write_target
 
 from dflash_engines.half_precision import emulate_half, keep_in_fp32, to_fp32
-from dflash_export import graph_pieces, piecewise_runner, range_scan
+from dflash_export import graph_pieces, piecewise_runner, range_guard, range_scan
 from dflash_export.build import describe, export_bundle
 from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.graph_files import load_graph
@@ -206,6 +206,18 @@ def test_a_target_too_large_for_memory_is_scanned_to_its_last_layer(
     whole, pieces = ({one.value: one.reached for one in ranges} for ranges in found)
     assert whole.keys() == pieces.keys() and len(whole) > 50
     assert all(pieces[name] == pytest.approx(whole[name], rel=1e-3) for name in whole)
+
+
+@pytest.mark.parametrize(("precision", "scanned"), [("fp16", True), ("bf16", False)])
+def test_a_large_target_is_scanned_in_fp16_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, scanned: bool
+) -> None:
+    monkeypatch.setattr(range_guard, "SCANNED_PARAMETERS", 1000)
+    write_target(tmp_path / "t", "llama")
+    plan = plan_build(BuildOptions(str(tmp_path / "t"), precision=precision))
+    (tmp_path / "b").mkdir()
+    manifest = export_bundle(plan, tmp_path / "b", quiet, None, GUARDED)
+    assert (RANGES_NAME in manifest.files) == scanned
 
 
 def test_a_value_is_measured_as_soon_as_it_is_there(large_residual: Path, monkeypatch: pytest.MonkeyPatch) -> None:
