@@ -119,7 +119,7 @@ class GenerationResult:
     backend: str
     block_size: int
     """1 for plain decoding; the largest allowed where it varied."""
-    rounds_by_block_size: dict[int, int]
+    rounds_by_block_size: dict[int, int] = dataclasses.field(default_factory=dict)
     """How many rounds took each block size; 1 is a plain step."""
     seed: int | None = None
     """What the noise of sampled text came from."""

@@ -27,6 +27,7 @@ from dflash_runtime.bundle import (
     SourceFacts,
     TapFacts,
     TargetFacts,
+    TensorFacts,
     TextFacts,
 )
 from dflash_tools import pipeline
@@ -224,7 +225,8 @@ def _drafter_part(folder: Path, root: Path) -> tuple[Manifest, dict[str, bytes]]
     assert plan.drafter is not None
     places = {n: p for n, p in plan.target.checkpoint.places.items() if "embed" in n}
     stored: StoredWeights = store_weights(root, "weights/target.safetensors", places, "F32", quiet)
-    source, graph = SourceFacts("folder", "t", None, ""), GraphFacts("target.onnx", 24, [], [], [])
+    taps = TensorFacts("taps", "F32", ["B", "S", 128])
+    source, graph = SourceFacts("folder", "t", None, ""), GraphFacts("target.onnx", 24, [], [taps], [])
     name = next(iter(places))
     target = TargetFacts("t", source, "T", "t", 4, 64, 512, 1, 512, True, name, name, graph)
     manifest = Manifest(

@@ -79,7 +79,8 @@ def _dequantized_by(bundle: Bundle, file: str, folder: Path) -> dict[str, Any]:
         assert values is not None and scales is not None and (len(node.inputs) < 3 or node.inputs[2] is None)
         name = str(values.name)
         if values.dtype == ir.DataType.INT8:
-            stored = (mapped.integers(name) ^ np.uint8(0x80)).view(np.int8)
+            integers = read_integers(bundle.path, bundle.manifest.weights[name])
+            stored = (integers ^ np.uint8(0x80)).view(np.int8)
             found[name] = stored.astype(np.float32) * mapped.float32(str(scales.name))[:, None]
             continue
         values.const_value.base_dir = scales.const_value.base_dir = folder  # type: ignore[union-attr]
