@@ -40,6 +40,7 @@ class QuantizedRows:
     """uint8 [rows, groups]."""
 
 
+_NO_VALUES = torch.empty(0, dtype=torch.uint8)
 RowSource = Callable[[Role], Iterator[QuantizedRows]]
 """All rows of a weight in order, some at a time; may be asked for again. Only the part that is named need be right."""
 
@@ -157,6 +158,12 @@ class _KeptScales:
         rows.clear()
 
 
+def _joined(rows: list[QuantizedRows]) -> QuantizedRows:
+    """One block for all: small ones that stay among large ones that go would keep the memory of these."""
+    points = [r.zero_points for r in rows if r.zero_points is not None]
+    return QuantizedRows(_NO_VALUES, torch.cat([r.scales for r in rows]), torch.cat(points) if points else None)
+
+
 def _size_bytes(rows: list[QuantizedRows]) -> int:
     return sum(t.nbytes for r in rows for t in (r.scales, r.zero_points) if t is not None)
 
@@ -174,9 +181,9 @@ def _rounding_source(place: TensorPlace, scheme: Scheme, scale_dtype: str, kept:
         rounding = partial(round_rows, scheme=scheme, scale_dtype=FLOAT_DTYPES[scale_dtype])
         for rounded in map_pieces(rounding, float_rows(place)):
             yield rounded
-            seen.append(dataclasses.replace(rounded, values=torch.empty(0, dtype=torch.uint8)))
+            seen.append(dataclasses.replace(rounded, values=_NO_VALUES))
         if role == "values" and not found and kept.take(seen):
-            found.extend(seen)
+            found.append(_joined(seen))
 
     return rows
 
