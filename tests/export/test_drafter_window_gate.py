@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import pytest
 from tiny_models import write_drafter, write_target
+from window_edits import widen_window
 
 from dflash_engines.half_precision import emulate_half, to_fp32
 from dflash_engines.ort_cpu import lower_model
@@ -90,25 +90,8 @@ def test_a_drafter_that_is_not_run_whole_is_compared_lowered(
 def test_a_window_off_by_one_fails(built: Built, tmp_path: Path, change: int) -> None:
     root = Path(shutil.copytree(built.root, tmp_path / "b"))
     model = ir.load(root / "drafter.onnx")
-    assert _widen(model, change)
+    assert widen_window(model, WIDTH, change)
     ir.save(model, root / "drafter.onnx")
     failed = {(row.stage, row.tensor) for row in built.rows(root, LOWERED) if not row.passed}
     assert failed >= {(stage, f"window {WIDTH} draft_logits") for stage in ("portable", "lowered")}
     assert {tensor for _, tensor in failed} <= {f"window {WIDTH} draft_logits", f"window {WIDTH} draft_ids"}
-
-
-def _widen(model: ir.Model, change: int) -> int:
-    """The window's constant, wherever the tracer put it, and the note of it that the lowering reads."""
-    found = 0
-    for node in list(model.graph):
-        if node.metadata_props.get("dflash.window") == str(WIDTH):
-            node.metadata_props["dflash.window"] = str(WIDTH + change)
-        for i, value in enumerate(node.inputs):
-            constant = None if value is None else ir.convenience.get_const_tensor(value)
-            if constant is not None and constant.size == 1 and abs(constant.numpy().item()) == WIDTH:
-                number = constant.numpy() + np.sign(constant.numpy()) * change
-                made = ir.node("Constant", [], {"value": ir.Tensor(np.asarray(number, dtype=np.int64))})
-                model.graph.insert_before(node, made)
-                node.replace_input_with(i, made.outputs[0])
-                found += 1
-    return found

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 import pytest
 from tiny_models import write_target
+from window_edits import widen_window
 
 from dflash_engines.half_precision import emulate_half, to_fp32
 from dflash_engines.ort_cpu import lower_model
@@ -61,29 +60,11 @@ def test_a_wide_window_is_crossed_and_said(built: Built) -> None:
     assert built.rows(built.root, WIDTH) == []
 
 
-def _widen(change: int) -> Callable[[ir.Model], int]:
-    def edit(model: ir.Model) -> int:
-        """The window's constant, wherever the tracer put it."""
-        found = 0
-        for node in list(model.graph):
-            for i, value in enumerate(node.inputs):
-                constant = None if value is None else ir.convenience.get_const_tensor(value)
-                if constant is not None and constant.size == 1 and abs(constant.numpy().item()) == WIDTH:
-                    number = constant.numpy() + np.sign(constant.numpy()) * change
-                    made = ir.node("Constant", [], {"value": ir.Tensor(np.asarray(number, dtype=np.int64))})
-                    model.graph.insert_before(node, made)
-                    node.replace_input_with(i, made.outputs[0])
-                    found += 1
-        return found
-
-    return edit
-
-
 @pytest.mark.parametrize("change", [1, -1])
 def test_a_window_off_by_one_fails(built: Built, tmp_path: Path, change: int) -> None:
     root = Path(shutil.copytree(built.root, tmp_path / "b"))
     model = ir.load(root / "target.onnx")
-    assert _widen(change)(model)
+    assert widen_window(model, WIDTH, change)
     ir.save(model, root / "target.onnx")
     failed = {(row.stage, row.tensor) for row in built.rows(root) if not row.passed}
     assert ("portable", f"window {WIDTH} output") in failed
