@@ -1,7 +1,7 @@
 """Work on pieces of a weight, several at a time, each on one thread.
 
 An operation on a megabyte is too short to be shared between threads: waiting for each other they lose what they gain,
-and beside another busy program twelve times as much (measured with torch 2.13 on two cores). Whole pieces are not.
+and beside another busy program far more. Whole pieces are not.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Role = Literal["values", "scales", "zero_points"]
 ROLES: tuple[Role, ...] = ("values", "scales", "zero_points")
 ROUND_TO_NEAREST = "round-to-nearest"
 _PIECE_BYTES = 3 << 17
-"""Of a matrix at a time. What rounding makes of it stays in the CPU's cache, which makes it twice as fast, and in fp32
+"""Of a matrix at a time. What rounding makes of it stays in the CPU's cache, and in fp32
 stays below the size from which a build returns every block to the system, which would be most of the work."""
 KEPT_SCALE_BYTES = 192 << 20
 """Scales are written long after the values they were found with; so many bytes of them wait in memory, and the rest is

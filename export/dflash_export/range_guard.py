@@ -38,9 +38,9 @@ SCANNED_PARAMETERS = 1 << 29
 engines alone, which then say that they are unguarded."""
 
 
-def is_guarded(manifest: Manifest, passes: PrecisionPasses | None) -> bool:
+def is_guarded(manifest: Manifest, passes: PrecisionPasses) -> bool:
     """Whether the graphs of a bundle under construction are scanned: always in fp16."""
-    if passes is None or passes.keep_in_fp32 is None:
+    if passes.keep_in_fp32 is None:
         return False
     return manifest.precision == "fp16" or manifest.target.num_parameters <= SCANNED_PARAMETERS
 

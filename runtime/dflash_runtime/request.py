@@ -37,7 +37,8 @@ class TextPieces(Iterator[str]):
 
             self._chooser = (config.chooser or TokenChooser)(config, prompt_ids, manifest.target.vocab_size)
         self._controller = controller if config.block_size == "auto" else None
-        controller.begin()
+        if self._controller is not None:
+            controller.begin()
         self._rounds = decode(
             backend, prompt_ids,
             max_new_tokens=config.max_new_tokens, max_context_tokens=manifest.max_context_tokens,
