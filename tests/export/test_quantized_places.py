@@ -90,15 +90,16 @@ def test_rows_without_spread_stay_finite(values: torch.Tensor, kind: str, group:
 
 
 def test_memory_does_not_grow_with_the_weight(tmp_path: Path) -> None:
-    peaks = []
-    for rows in (4096, 16384):
+    peaks, sizes = [], (4096, 16384)
+    for rows in sizes:
         places = weights(tmp_path, torch.bfloat16, a=(rows, 1024))
         parts, _ = quantize_places(places, {"a": make_scheme("int4")}, "BF16")  # type: ignore[dict-item]
         tracemalloc.start()
         store_weights(tmp_path, "w.safetensors", parts, "BF16", quiet)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < 1.2 * peaks[0]
+    # Scales wait as one block (a 64th of the weight) and threads hold pieces by chance; rounded values are a quarter.
+    assert peaks[1] - peaks[0] < (sizes[1] - sizes[0]) * 1024 * 2 / 10
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
