@@ -173,7 +173,8 @@ def test_a_missing_package_is_named_with_its_extra(arguments: list[str], extra: 
 
 
 def test_the_runtime_imports_quickly() -> None:
-    code = "import time\nstart = time.perf_counter()\nimport dflash_runtime\nprint(time.perf_counter() - start)\n"
+    # Of the processor: what else the machine does says nothing about the import.
+    code = "import time\nstart = time.process_time()\nimport dflash_runtime\nprint(time.process_time() - start)\n"
     times = []
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

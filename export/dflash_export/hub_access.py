@@ -6,9 +6,12 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dflash_export.tensor_files import TensorPlace
 from dflash_runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from dflash_export.tensor_files import TensorPlace
 
 # A learned mask embedding is no safetensors file, and a drafter that has one drafts badly without it.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "mask_embedding.pt"]
@@ -52,6 +55,14 @@ def download(
     return folder, folder.name if _is_commit(folder.name) else revision
 
 
+def download_config(repo: str, revision: str | None) -> Path:
+    """Brings a repository's config.json alone, or finds it in the local cache; arguments and errors as `download`."""
+    from huggingface_hub import hf_hub_download
+
+    with _explained(repo, revision):
+        return Path(hf_hub_download(repo, "config.json", revision=revision))
+
+
 def tensor_headers(repo: str, revision: str | None) -> dict[str, TensorPlace] | None:
     """Names, dtypes and shapes of a repository's tensors; their values stay on the hub and cannot be read.
 
@@ -66,6 +77,8 @@ def tensor_headers(repo: str, revision: str | None) -> dict[str, TensorPlace] | 
         CheckpointError: as `download`.
     """
     from huggingface_hub import errors, get_safetensors_metadata
+
+    from dflash_export.tensor_files import TensorPlace
 
     with _explained(repo, revision):
         try:

@@ -110,9 +110,9 @@ print(len(stream.result.token_ids), stream.result.finish_reason)
 def test_import_is_quick_and_leaves_onnxruntime_alone() -> None:
     code = """
 import time
-started = time.perf_counter()
+started = time.process_time()
 import dflash_runtime
-print(time.perf_counter() - started, "onnxruntime" in sys.modules)
+print(time.process_time() - started, "onnxruntime" in sys.modules)
 """
     seconds, onnxruntime = min(python(code).stdout.split() for _ in range(3))
     assert float(seconds) < 0.5

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 from tiny_bundle import write_tokenizer
@@ -86,11 +85,9 @@ def test_cost_does_not_grow_with_the_length(tokenizer: Tokenizer) -> None:
         return tokenizer.decode(ids)
 
     stream = TextStream(decode)
-    started = time.perf_counter()
     for _ in range(2000):
         stream.push(240)  # the first byte of a character that never comes
     assert longest < 100
-    assert time.perf_counter() - started < 5
 
 
 @pytest.mark.parametrize("commit", [1, 2, 3, 7])

@@ -110,21 +110,9 @@ def _drafter_reference(drafter: str) -> str:
 
 def _fetch_config(repo: str, revision: str | None) -> Path:
     with needs_extra("export"):
-        from huggingface_hub import errors, hf_hub_download
-    wanted = repo if revision is None else f"{repo}@{revision}"
-    try:
-        return Path(hf_hub_download(repo, "config.json", revision=revision))
-    except errors.GatedRepoError as error:
-        raise CheckpointError(
-            f"{wanted} is gated: accept its terms at https://huggingface.co/{repo} and log in with `hf auth login`."
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"config.json of {wanted} is not in the local Hugging Face cache and the hub cannot be reached. Connect "
-            "once, or give a folder that holds its config.json."
-        ) from error
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"fetching config.json of {wanted} failed: {str(error).splitlines()[0]}") from error
+        from dflash_export.hub_access import download_config
+
+        return download_config(repo, revision)
 
 
 def _pair_of_bundle(path: Path, drafter: str | None) -> Pair:
