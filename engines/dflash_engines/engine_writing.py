@@ -14,6 +14,7 @@ from dflash_engines.engine_place import replace_folder
 from dflash_runtime.bundle import Bundle, file_facts
 from dflash_runtime.engine_record import ENGINE_SCHEMA_VERSION, EngineRecord, HostEngineRecord, engine_folder
 from dflash_runtime.errors import OutputError
+from dflash_runtime.window_rings import Ring
 
 AnyRecord = TypeVar("AnyRecord", bound=EngineRecord)
 
@@ -54,7 +55,7 @@ def write_engine(bundle: Bundle, backend: str, graphs: Mapping[str, ir.Model],
 
 
 def host_record(bundle: Bundle, backend: str, names: Sequence[str], versions: dict[str, str], precision: str,
-                folder: Path) -> HostEngineRecord:
+                rings: dict[str, Ring], folder: Path) -> HostEngineRecord:
     """The record of graphs for the CPU; each has the name of the portable graph it was made from."""
     return HostEngineRecord(
         schema_version=ENGINE_SCHEMA_VERSION,
@@ -65,6 +66,7 @@ def host_record(bundle: Bundle, backend: str, names: Sequence[str], versions: di
         execution_precision=precision,
         versions=versions,
         upcast=bundle.manifest.precision != precision,
+        rings=rings,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import version
 
@@ -24,10 +24,12 @@ from dflash_engines.passes.row_gather import RowGatherPass
 from dflash_engines.passes.skip_norm import FuseSkipNormPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.uncut_rows import UncutRowsPass
+from dflash_engines.passes.window_rings import WindowRingsPass
 from dflash_engines.portable_graph import load_portable
-from dflash_runtime.bundle import Bundle, GraphKind
+from dflash_runtime.bundle import Bundle, GraphKind, Manifest
 from dflash_runtime.engine_record import HostEngineRecord, open_engine
 from dflash_runtime.errors import EngineError
+from dflash_runtime.window_rings import Ring
 
 BACKEND = "ort-cpu"
 Progress = Callable[[str, int, int], None]
@@ -41,13 +43,14 @@ _CONTRIB_OPERATORS = frozenset(
 # A record made by other versions of these is made anew: they decide what the graphs look like.
 _MAKERS = ("dflash-export", "onnx", "onnx-ir")
 # One more with each change to what the passes make, as the package's version may stay the same.
-_LOWERING_REVISION = 2
+_LOWERING_REVISION = 3
 
 
 def lower_bundle(
     bundle: str | os.PathLike[str] | Bundle,
     progress: Progress | None = None,
     activations: ActivationPrecision = DEFAULT_ACTIVATIONS,
+    draft_window_tokens: int | None = None,
 ) -> HostEngineRecord:
     """Writes `engines/ort-cpu` for a bundle, unless one made from the same graphs by the same versions is there.
 
@@ -55,19 +58,23 @@ def lower_bundle(
         bundle: The bundle, or its folder; of an opened one no file is checked again.
         progress: Called with stage, graphs done, graphs in all.
         activations: What the inputs of products with quantised weights are rounded to.
+        draft_window_tokens: Drafter layers without a window get this one: other proposals, the same text.
 
     Returns:
         The record of the engine.
 
     Raises:
         BundleError: the bundle is missing, incomplete or altered.
-        EngineError: a graph is not of the contract's form.
+        EngineError: a graph is not of the contract's form, or the window is not one between block and context.
         OutputError: the folder cannot be written.
     """
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     versions = {name: version(name) for name in _MAKERS} | {"lowering": str(_LOWERING_REVISION)}
     if bundle.manifest.quantized:
         versions["activations"] = activations
+    if draft_window_tokens is not None:
+        versions["draft_window"] = str(draft_window_tokens)
+    rings = drafter_rings(bundle.manifest, draft_window_tokens)
     present = _fitting_record(bundle, versions)
     if present is not None:
         return present
@@ -76,8 +83,9 @@ def lower_bundle(
     for kind, file in files.items():
         if progress is not None:
             progress("lower", len(lowered), len(files))
-        lowered[file] = lower_model(load_portable(bundle, file), kind, activations=activations)
-    record = partial(host_record, bundle, BACKEND, list(lowered), versions, _EXECUTION_PRECISION)
+        model, own = load_portable(bundle, file), {} if kind == "target" else rings
+        lowered[file] = lower_model(model, kind, activations=activations, rings=own)
+    record = partial(host_record, bundle, BACKEND, list(lowered), versions, _EXECUTION_PRECISION, rings)
     return write_engine(bundle, BACKEND, lowered, record)
 
 
@@ -86,6 +94,7 @@ def lower_model(
     kind: GraphKind,
     precision: str = _EXECUTION_PRECISION,
     activations: ActivationPrecision = DEFAULT_ACTIVATIONS,
+    rings: Mapping[str, Ring] | None = None,
 ) -> ir.Model:
     """Lowers one portable graph.
 
@@ -94,6 +103,7 @@ def lower_model(
         kind: Which of the three graphs it is.
         precision: Precision of execution. ONNX Runtime has no half-precision MatMul on a CPU, so only fp32 is made.
         activations: What the inputs of products with quantised weights are rounded to.
+        rings: Cache input -> the ring it becomes; the others stay as long as the context.
 
     Returns:
         A new model with the same inputs and outputs, half-precision ones as fp32. Weights stay where they are; half
@@ -110,6 +120,7 @@ def lower_model(
         RetypeToFp32Pass(),
         FuseRmsNormPass(),
         FuseRotaryEmbeddingPass(),
+        WindowRingsPass(rings or {}),
         GroupQueryAttentionPass(),
         KernelRotationPass(),
         LengthSlicedAttentionPass(),
@@ -126,6 +137,27 @@ def lower_model(
         lower(lowered)
         _check(lowered, kind, interface, type(lower).__name__, before)
     return lowered
+
+
+def drafter_rings(manifest: Manifest, draft_window_tokens: int | None = None) -> dict[str, Ring]:
+    """Cache input -> ring, for the drafter's caches of which a window is less than the whole context.
+
+    Args:
+        manifest: Of the bundle.
+        draft_window_tokens: Window of the layers that have none.
+
+    Raises:
+        EngineError: this window is shorter than a block, or does not end before the context; or there is no drafter.
+    """
+    block, context = max(manifest.block_sizes), manifest.max_context_tokens
+    if draft_window_tokens is not None and (manifest.drafter is None or not block <= draft_window_tokens <= context - block):
+        has = "no drafter" if manifest.drafter is None else f"blocks of {block} and a context of {context} tokens"
+        raise EngineError(f"A draft window of {draft_window_tokens} tokens is asked for, and the bundle has {has}. "
+                          f"Give a drafter from {block} to {context - block}, or leave it out.")  # fmt: skip
+    state = [] if manifest.drafter is None else manifest.drafter.context_graph.state
+    windows = {tensor.input: tensor.window_tokens or draft_window_tokens for tensor in state}
+    rings = {name: Ring(window, window + block - 1) for name, window in windows.items() if window is not None}
+    return {name: ring for name, ring in rings.items() if ring.rows < context}
 
 
 def _fitting_record(bundle: Bundle, versions: dict[str, str]) -> HostEngineRecord | None:

@@ -29,7 +29,10 @@ class Backend(Protocol):
     """Most prompt tokens one `prefill` takes."""
 
     def reset(self, kept_rows: int = 0) -> int:
-        """Begins a request: all rows but the first are dead. Returns how many are kept, 0 where NaN had to be wiped."""
+        """Begins a request: all rows but the first are dead. Returns how many are kept.
+
+        They are 0 where NaN had to be wiped, and a window fewer where a ring has lost rows the next block sees.
+        """
 
     def prefill(self, ids: Sequence[int], position: int) -> int:
         """Runs the target over a piece of the prompt; returns the token after it, -1 if not finite."""

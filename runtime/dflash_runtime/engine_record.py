@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash_runtime.bundle import Bundle, FileFacts, compare_files, read_record, write_text_atomically
 from dflash_runtime.errors import BundleError, EngineError
+from dflash_runtime.window_rings import Ring
 
 ENGINE_SCHEMA_VERSION = 1
 ENGINE_RECORD_NAME = "engine.json"
@@ -43,6 +44,8 @@ class HostEngineRecord(EngineRecord):
     """File -> weights from which its constants are computed when it is opened."""
     upcast: bool
     """The bundle's weights are narrower than `execution_precision` and are widened when a session opens."""
+    rings: dict[str, Ring] = dataclasses.field(default_factory=dict)
+    """Drafter caches that are rings; the others are as long as the context."""
 
 
 def engine_folder(bundle: Bundle, backend: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from dflash_runtime.bundle import Bundle, GraphFacts, StateTensor
 from dflash_runtime.engine_record import HostEngineRecord, engine_folder, open_engine
 from dflash_runtime.errors import BackendError, EngineError
 from dflash_runtime.weights import MappedWeights, weights_given_by_name
+from dflash_runtime.window_rings import Ring, RingRows
 
 _PROVIDER = "CPUExecutionProvider"
 
@@ -38,14 +39,15 @@ class OrtCpuBackend:
         self._taps = np.zeros((1, rows, tap_width), np.float32)
         self._waiting = np.zeros((1, rows, tap_width), np.float32)
         self._waiting_rows = self._waiting_end = 0  # tap rows of plain steps, not yet appended
-        self._target_state = _allocate(manifest.target.graph.state, capacity)
+        self._target_state = _allocate(manifest.target.graph.state, capacity, {})
         self._drafter_state: dict[str, Array] = {}
+        self._ring_rows = RingRows(record.rings.values())
         opener = _Opener(bundle, record, threads)
         self._target = _Graph(opener, manifest.target.graph, self._target_state)
         self._context = self._drafter = None
         if (drafter := manifest.drafter) is not None:
             self._mask_token_id = drafter.mask_token_id
-            self._drafter_state = _allocate(drafter.context_graph.state, capacity)
+            self._drafter_state = _allocate(drafter.context_graph.state, capacity, record.rings)
             self._context = _Graph(opener, drafter.context_graph, self._drafter_state)
             self._drafter = _Graph(opener, drafter.graph, self._drafter_state)
         self._weights = opener.weights
@@ -61,7 +63,7 @@ class OrtCpuBackend:
         if kept_rows:
             self._append_waiting()  # some of them may be among the kept
         self._waiting_rows = 0
-        return kept_rows
+        return self._ring_rows.keep(kept_rows)
 
     def prefill(self, ids: Sequence[int], position: int) -> int:
         """See `Backend.prefill`."""
@@ -81,6 +83,7 @@ class OrtCpuBackend:
         if self._drafter is None:
             raise BackendError("The bundle has no drafter, so nothing can be drafted. Use block size 1.")
         self._append_waiting()
+        self._ring_rows.wrote(position + block_size)
         ids, drafts = self._ids[:, :block_size], self._tokens[:, : block_size - 1]
         ids[0, 0], ids[0, 1:], self._position[0] = anchor, self._mask_token_id, position
         self._drafter.run({"input_ids": ids, "position": self._position}, {"draft_ids": drafts})
@@ -112,6 +115,7 @@ class OrtCpuBackend:
     def _run_context(self, taps: Array, position: int) -> None:
         assert self._context is not None
         self._position[0] = position
+        self._ring_rows.wrote(position + taps.shape[1])
         self._context.run({"taps": taps, "position": self._position}, {})
 
     def _run_target(self, ids: Sequence[int], position: int, logit_rows: Sequence[int]) -> list[int]:
@@ -196,6 +200,7 @@ class _Graph:
         return binding
 
 
-def _allocate(state: list[StateTensor], capacity: int) -> dict[str, Array]:
-    """Zeroed buffers of `capacity` rows: memory is taken by the system only where rows are written."""
-    return {tensor.input: np.zeros(tensor.cache_shape(capacity), np.float32) for tensor in state}
+def _allocate(state: list[StateTensor], capacity: int, rings: Mapping[str, Ring]) -> dict[str, Array]:
+    """Zeroed buffers of `capacity` rows, or a ring's: memory is taken by the system only where rows are written."""
+    rows = {tensor.input: ring.rows if (ring := rings.get(tensor.input)) else capacity for tensor in state}
+    return {tensor.input: np.zeros(tensor.cache_shape(rows[tensor.input]), np.float32) for tensor in state}
