@@ -31,6 +31,7 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "hollow_bundle",
     "lowered_check",
     "pipeline",
+    "ring_check",
     "weights_choice",
     "tiny_configs",
 } | {

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from dflash_runtime.bundle import Bundle, StateTensor
+from dflash_runtime.engine_record import open_engine
 from dflash_tools.plan_formulas import ITEM_BYTES, capacity_tokens
 
 _FLOATS = {"F32", "F16", "BF16"}
@@ -22,18 +23,23 @@ class SessionMemory:
     """Caches of target and drafter at full capacity."""
 
 
-def session_memory(bundle: Bundle, precision: str) -> SessionMemory:
-    """Bytes of weights and caches in the precision the engine executes in."""
+def session_memory(bundle: Bundle, backend: str, precision: str) -> SessionMemory:
+    """Bytes of weights and caches of a backend, in the precision its engine executes in.
+
+    Raises:
+        EngineError: the backend is `ort-cpu`, whose record says which caches are rings, and it has no usable engine.
+    """
+    rings = open_engine(bundle, backend).rings if backend == "ort-cpu" else {}
     manifest, item = bundle.manifest, ITEM_BYTES[precision]
     weights = sum(
         math.prod(entry.shape) * item if entry.dtype in _FLOATS else entry.length_bytes
         for entry in manifest.weights.values()
     )
     capacity = capacity_tokens(manifest.max_context_tokens, manifest.block_sizes)
-    state = list(manifest.target.graph.state)
-    if manifest.drafter is not None:
-        state += manifest.drafter.context_graph.state
-    return SessionMemory(weights, sum(_elements(tensor, capacity) for tensor in state) * item)
+    kv = sum(_elements(tensor, capacity) for tensor in manifest.target.graph.state)
+    for tensor in [] if manifest.drafter is None else manifest.drafter.context_graph.state:
+        kv += _elements(tensor, rings[tensor.input].rows if tensor.input in rings else capacity)
+    return SessionMemory(weights, kv * item)
 
 
 def _elements(tensor: StateTensor, capacity: int) -> int:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterator
 
 from dflash_runtime.bundle import Bundle, CheckRow, Manifest, SourceFacts
-from dflash_runtime.engine_record import ENGINE_RECORD_NAME
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME, open_engine
+from dflash_runtime.errors import EngineError
 from dflash_runtime.generation import GenerationConfig
 from dflash_tools.range_lines import range_lines
+from dflash_tools.ring_lines import ring_lines
 from dflash_tools.sizes import bytes_text, count_text
 
 LABEL_WIDTH = 12
@@ -43,8 +45,20 @@ def summary_lines(bundle: Bundle) -> Iterator[str]:
     yield _line("context", f"{manifest.max_context_tokens} tokens, {_kv_text(manifest)}")
     yield _line("text", _text_facts(manifest))
     yield _line("engines", ", ".join(engine_names(bundle)) or f"none; make one: dflash-export engines {bundle.path}")
+    for text in _ring_lines(bundle):
+        yield _line("", text)
     versions = ", ".join(f"{name} {version}" for name, version in manifest.provenance.versions.items())
     yield _line("made with", f"dflash-export {manifest.provenance.tool_version}, {versions}")
+
+
+def _ring_lines(bundle: Bundle) -> list[str]:
+    """Of the CPU's engine, where there is one for the bundle's graphs."""
+    if "ort-cpu" not in engine_names(bundle):
+        return []
+    try:
+        return list(ring_lines(open_engine(bundle, "ort-cpu")))
+    except EngineError as error:
+        return [f"that of ort-cpu is not usable: {error}"]
 
 
 def _precision_lines(manifest: Manifest) -> Iterator[str]:

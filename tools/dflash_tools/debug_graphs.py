@@ -15,6 +15,7 @@ from dflash_engines.half_precision import emulate_half, to_fp32
 from dflash_engines.portable_graph import load_portable
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.engine_record import engine_folder, open_engine
+from dflash_runtime.window_rings import Ring
 from dflash_tools.ort_probe import OrtProbe, open_session, widened
 from dflash_tools.reference_record import CONTEXT, DRAFTER, TARGET
 
@@ -39,11 +40,12 @@ def open_debug_probe(
         kinds: Which graphs to open.
     """
     sessions, shown, names = dict[str, Any](), dict[str, dict[str, str]](), set[str]()
-    precision, upcast = bundle.manifest.precision, False
+    precision, upcast, rings = bundle.manifest.precision, False, dict[str, Ring]()
     folder = bundle.path
     if form != PORTABLE:
         record = open_engine(bundle, form)
         precision, upcast, folder = record.execution_precision, record.upcast, engine_folder(bundle, form)
+        rings = record.rings
     files = {kind: file for kind, file in bundle.manifest.graph_files().items() if kind in kinds}
     models = {k: load_portable(bundle, f) if form == PORTABLE else ir.load(folder / f) for k, f in files.items()}
     half = form == PORTABLE and precision != "fp32"
@@ -60,7 +62,7 @@ def open_debug_probe(
         data: bytes = ir.to_proto(model).SerializeToString()
         sessions[kind] = open_session(data, bundle.path.resolve(), own, list(own), None)
     title = f"{form} graphs" if form == PORTABLE else form
-    return OrtProbe(title, precision, bundle, sessions, capacity_rows, shown, weights=wide)
+    return OrtProbe(title, precision, bundle, sessions, capacity_rows, shown, weights=wide, rings=rings)
 
 
 def inner_values(model: ir.Model) -> dict[str, ir.Value]:

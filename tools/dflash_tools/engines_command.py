@@ -19,6 +19,7 @@ from dflash_tools.engine_options import (
 )
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.progress import ProgressLine
+from dflash_tools.ring_lines import ring_lines
 from dflash_tools.sizes import bytes_text
 from dflash_tools.tensorrt_report import report_json, report_lines
 
@@ -35,6 +36,9 @@ _ORT = ("ort-cpu", "ort-cuda")
 @tensorrt_options
 @click.option("--activations", type=click.Choice(["int8", "fp32"]),
               help="ort-cpu, quantised weights: what their products round activations to. Default: int8.")
+@click.option("--draft-window", "draft_window", type=click.IntRange(1), metavar="N",
+              help="ort-cpu: drafter layers that see the whole context see its last N tokens. Other proposals, the same "
+              "text, memory that does not grow with the context.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(bundle: Path, backend: str, as_json: bool, **options: Any) -> None:
     """Makes what a backend executes from BUNDLE's portable graphs. Needs neither torch nor Transformers.
@@ -46,6 +50,8 @@ def command(bundle: Path, backend: str, as_json: bool, **options: Any) -> None:
     opened = Bundle.open(bundle)
     if options["activations"] is not None and (backend != "ort-cpu" or not opened.manifest.quantized):
         raise click.UsageError("--activations is for ort-cpu and bundles with quantised weights.")
+    if options["draft_window"] is not None and backend != "ort-cpu":
+        raise click.UsageError(f"--draft-window is for ort-cpu; on {backend} the drafter's caches hold the whole context.")
     if backend in TENSORRT:
         _build_tensorrt(opened, backend, options, as_json)
         return
@@ -54,14 +60,16 @@ def command(bundle: Path, backend: str, as_json: bool, **options: Any) -> None:
         from dflash_engines import ort_cpu, ort_cuda
         from dflash_engines.fp16_graphs import fp16_warnings
     record: EngineRecord
-    warnings: list[str] = []
+    warnings, kept = list[str](), list[str]()
     if backend == "ort-cuda":
         record = ort_cuda.lower_bundle(opened.path, options["precision"])
         warnings = fp16_warnings(opened, record.execution_precision)
     else:
-        record = ort_cpu.lower_bundle(
-            opened.path, activations=options["activations"] or ort_cpu.DEFAULT_ACTIVATIONS
-        )
+        record = lowered = ort_cpu.lower_bundle(
+            opened.path, activations=options["activations"] or ort_cpu.DEFAULT_ACTIVATIONS,
+            draft_window_tokens=options["draft_window"],
+        )  # fmt: skip
+        kept = list(ring_lines(lowered))
     folder = engine_folder(opened, backend)
     if as_json:
         sizes = {name: facts.size_bytes for name, facts in record.files.items()}
@@ -70,6 +78,8 @@ def command(bundle: Path, backend: str, as_json: bool, **options: Any) -> None:
     size = sum(facts.size_bytes for facts in record.files.values())
     click.echo(f"Lowered {len(record.files)} graphs for {backend} into {folder} ({bytes_text(size)}).")
     click.echo(f"They execute in {record.execution_precision}, on the weights of the bundle.")
+    for line in kept:
+        click.echo(line)
     for warning in warnings:
         click.echo(f"Warning: {warning}")
 

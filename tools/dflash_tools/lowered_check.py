@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -12,14 +11,15 @@ import onnx_ir as ir
 
 from dflash_engines.fused_form import lower_fused
 from dflash_engines.half_precision import to_fp32
-from dflash_engines.ort_cpu import lower_model
+from dflash_engines.ort_cpu import DEFAULT_ACTIVATIONS, lower_model
 from dflash_engines.passes.flat_matmul import FlatMatMulPass
+from dflash_engines.passes.quantized_matmul import ActivationPrecision
 from dflash_engines.portable_graph import load_portable
 from dflash_export.deviation import Array, Worst, deviation, mean_deviation
 from dflash_export.graph_runner import GraphRunner
 from dflash_export.quality import perplexity, perplexity_row, text_windows
-from dflash_runtime.bundle import Bundle, CheckRow, GraphFacts
-from dflash_runtime.engine_record import engine_folder
+from dflash_runtime.bundle import Bundle, CheckRow, GraphFacts, GraphKind
+from dflash_runtime.engine_record import HostEngineRecord, engine_folder, open_engine
 from dflash_runtime.weights import STORED, MappedWeights
 
 TOLERANCE = 1e-4
@@ -184,14 +184,26 @@ def _portable(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRun
 
 
 def _lowered(bundle: Bundle, facts: GraphFacts, backend: str, calls: list[_Call]) -> GraphRunner:
-    path: Path = engine_folder(bundle, backend) / facts.file
-    return _open(bundle, ir.load(path), facts, calls)
+    """The engine's graph; one whose caches are rings with caches of the whole context, rings have their own check."""
+    record = open_engine(bundle, backend)
+    if any(tensor.input in record.rings for tensor in facts.state) and facts is not bundle.manifest.target.graph:
+        return _open(bundle, lowered_without_rings(bundle, facts, record), facts, calls)
+    return _open(bundle, ir.load(engine_folder(bundle, backend) / facts.file), facts, calls)
+
+
+def lowered_without_rings(bundle: Bundle, facts: GraphFacts, record: HostEngineRecord) -> ir.Model:
+    """A graph lowered as for an engine, all its caches as long as the context."""
+    chosen: ActivationPrecision = "fp32" if record.versions.get("activations") == "fp32" else DEFAULT_ACTIVATIONS
+    return lower_model(load_portable(bundle, facts.file), _kind_of(bundle, facts), activations=chosen)
 
 
 def _lowered_exactly(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
-    kind = next(kind for kind, file in bundle.manifest.graph_files().items() if file == facts.file)
-    model = lower_model(load_portable(bundle, facts.file), kind, activations="fp32")
+    model = lower_model(load_portable(bundle, facts.file), _kind_of(bundle, facts), activations="fp32")
     return _open(bundle, model, facts, calls)
+
+
+def _kind_of(bundle: Bundle, facts: GraphFacts) -> GraphKind:
+    return next(kind for kind, file in bundle.manifest.graph_files().items() if file == facts.file)
 
 
 def _fused(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
@@ -201,5 +213,10 @@ def _fused(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner
 
 
 def _open(bundle: Bundle, model: ir.Model, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
+    return open_graph(bundle, model, facts, _capacity(calls))
+
+
+def open_graph(bundle: Bundle, model: ir.Model, facts: GraphFacts, capacity_rows: int) -> GraphRunner:
+    """A graph of fp32 interface with caches of so many rows."""
     data: bytes = ir.to_proto(model).SerializeToString()
-    return GraphRunner(data, bundle.path.resolve(), facts, _capacity(calls), _weights(bundle, model))
+    return GraphRunner(data, bundle.path.resolve(), facts, capacity_rows, _weights(bundle, model))

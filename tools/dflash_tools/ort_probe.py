@@ -12,6 +12,7 @@ from dflash_runtime.bundle import Bundle
 from dflash_runtime.engine_record import engine_folder, open_engine
 from dflash_runtime.errors import BackendError, EngineError
 from dflash_runtime.weights import MappedWeights
+from dflash_runtime.window_rings import Ring, RingRows
 from dflash_tools.reference_record import CONTEXT, DRAFTER, TARGET
 from dflash_tools.reference_tensors import Array, Tensors, cache_rows_of, rows_of, split_taps
 
@@ -27,8 +28,8 @@ class OrtProbe:
     shows_block_rows = True
 
     def __init__(self, name: str, precision: str, bundle: Bundle, sessions: Mapping[str, ort.InferenceSession],
-                 capacity_rows: int, inner: Mapping[str, Mapping[str, str]] | None = None, weights: object = None
-                 ) -> None:
+                 capacity_rows: int, inner: Mapping[str, Mapping[str, str]] | None = None, weights: object = None,
+                 rings: Mapping[str, Ring] | None = None) -> None:
         """Binds sessions to caches.
 
         Args:
@@ -39,9 +40,10 @@ class OrtProbe:
             capacity_rows: Rows T of the caches.
             inner: By kind of graph: output of the session -> name of the inner tensor it shows.
             weights: What the sessions read and do not own; kept as long as they are.
+            rings: Cache input -> its ring, of caches that are not as long as the context.
         """
         self.name, self.precision, self._sessions, self._inner = name, precision, dict(sessions), inner or {}
-        self._weights = weights
+        self._weights, self._rings = weights, rings or {}
         manifest = bundle.manifest
         self._facts = {TARGET: manifest.target.graph}
         if manifest.drafter is not None:
@@ -59,7 +61,10 @@ class OrtProbe:
         """See `GraphProbe.reset`."""
         for model, facts in (("target", self._facts[TARGET]), ("drafter", self._facts.get(CONTEXT))):
             if facts is not None:
-                self._caches[model] = {t.input: _unwritten(t.shape, self._capacity_rows) for t in facts.state}
+                self._caches[model] = {t.input: _unwritten(t.shape, self._rows_of(t.input)) for t in facts.state}
+        self._ring_rows = RingRows(self._rings.values())
+        drafter = self._facts[CONTEXT].state if CONTEXT in self._facts else []
+        self._unrolled = {t.input: _unwritten(t.shape, self._capacity_rows) for t in drafter if t.input in self._rings}
 
     def target(self, ids: Sequence[int], position: int) -> Tensors:
         """See `GraphProbe.target`."""
@@ -68,23 +73,33 @@ class OrtProbe:
         return self._run(TARGET, given, position, rows)
 
     def context(self, taps: Array, position: int) -> Tensors:
-        """See `GraphProbe.context`."""
-        return self._run(CONTEXT, {"taps": taps[None].astype(np.float32)}, position, len(taps))
+        """See `GraphProbe.context`. No piece is longer than a ring, so that every row is there to be looked at."""
+        most = min((ring.rows for ring in self._rings.values()), default=len(taps))
+        pieces = [
+            self._run(CONTEXT, {"taps": taps[None, start : start + most].astype(np.float32)}, position + start,
+                      len(taps[start : start + most]))
+            for start in range(0, len(taps), most)
+        ]  # fmt: skip
+        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
     def draft(self, ids: Sequence[int], position: int) -> Tensors:
         """See `GraphProbe.draft`."""
         return self._run(DRAFTER, {"input_ids": np.array([ids], np.int64)}, position, len(ids))
 
     def cache_rows(self, model: str) -> Tensors:
-        """See `GraphProbe.cache_rows`."""
+        """See `GraphProbe.cache_rows`. Of a ring: each row as it was when a query could see it last."""
         outputs = {t.input: t.output for t in self._facts[TARGET if model == "target" else CONTEXT].state}
-        return {outputs[n]: cache_rows_of(a, 0, self._capacity_rows) for n, a in self._caches[model].items()}
+        return {outputs[n]: cache_rows_of(self._unrolled.get(n, a), 0, self._capacity_rows)
+                for n, a in self._caches[model].items()}  # fmt: skip
 
     def _run(self, kind: str, given: dict[str, Array], position: int, rows: int) -> Tensors:
         if position + rows > self._capacity_rows:
             raise BackendError(f"A call of {rows} rows at {position} passes a capacity of {self._capacity_rows} rows.")
         session, facts = self._sessions[kind], self._facts[kind]
         caches = self._caches["target" if kind == TARGET else "drafter"]
+        if kind != TARGET:
+            self._refill(position)
+            self._ring_rows.wrote(position + rows)
         names = [output.name for output in session.get_outputs()]
         values = session.run(names, {**given, "position": np.array([position]), **caches})
         found = dict(zip(names, values, strict=True))
@@ -94,7 +109,8 @@ class OrtProbe:
         for name, value in found.items():
             if name in state:
                 caches[state[name]] = value
-                tensors[name] = cache_rows_of(value, position, position + rows)
+                whole = self._unroll(state[name], value, position, rows)
+                tensors[name] = cache_rows_of(whole, position, position + rows)
             elif name == "taps":
                 tensors |= split_taps(rows_of(value), self._tap_count)
             elif name in inner:
@@ -104,6 +120,27 @@ class OrtProbe:
             else:
                 tensors[name] = rows_of(value)
         return tensors
+
+    def _rows_of(self, cache: str) -> int:
+        return self._rings[cache].rows if cache in self._rings else self._capacity_rows
+
+    def _refill(self, position: int) -> None:
+        """After a long way back, which the runtime goes by running the target again: rows the rings have lost."""
+        kept = self._ring_rows.keep(position)
+        for cache, ring in self._rings.items() if kept < position else ():
+            lost = np.arange(max(kept, position - ring.rows), position)
+            self._caches["drafter"][cache][:, :, lost % ring.rows] = self._unrolled[cache][:, :, lost]
+        if kept < position:
+            self._ring_rows.wrote(position)
+
+    def _unroll(self, cache: str, value: Array, position: int, rows: int) -> Array:
+        """The cache with a place for every row; of a ring, the rows that a block at `position` sees are copied there."""
+        ring = self._rings.get(cache)
+        if ring is None:
+            return value
+        seen = np.arange(max(0, position - ring.window_tokens + 1), position + rows)
+        self._unrolled[cache][:, :, seen] = value[:, :, seen % ring.rows]
+        return self._unrolled[cache]
 
 
 def _unwritten(shape: Sequence[int | str], capacity_rows: int) -> Array:
@@ -126,7 +163,8 @@ def open_engine_probe(bundle: Bundle, backend: str, capacity_rows: int, threads:
         data = (engine_folder(bundle, backend) / file).read_bytes()
         folded = record.folded_weights.get(file, []) if record.upcast else []
         sessions[kind] = open_session(data, bundle.path.resolve(), wide, folded, threads)
-    return OrtProbe(backend, record.execution_precision, bundle, sessions, capacity_rows, weights=wide)
+    return OrtProbe(backend, record.execution_precision, bundle, sessions, capacity_rows, weights=wide,
+                    rings=record.rings)
 
 
 def widened(bundle: Bundle, names: Iterable[str]) -> Weights:

@@ -31,6 +31,7 @@ from dflash_runtime.errors import EngineError
 from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.session import Session
 from dflash_tools.lowered_check import check_fused, check_lowered, check_perplexity
+from dflash_tools.ring_check import check_rings
 
 Progress = Callable[[str, int, int], None]
 EngineBuilder = Callable[[Bundle, EngineOptions, Progress], BuiltEngines]
@@ -96,6 +97,7 @@ def build(
             if evidence is not None:
                 progress("check lowered", 0, 1)
                 rows += check_lowered(Bundle.open(root, check_files=False), backend)
+                rows += check_rings(Bundle.open(root, check_files=False), backend)
                 require_passed(rows)
                 quality = evidence.quantized
                 if quality is not None and (original := quality.original.perplexity) is not None:
@@ -169,6 +171,7 @@ def add_drafter(
             _lower(root, progress)
             if whole:
                 rows += check_lowered(Bundle.open(root, check_files=False), backend)
+                rows += check_rings(Bundle.open(root, check_files=False), backend)
                 require_passed(rows)
                 rows += check_tokens(root, manifest, backend, *_plain_texts(root, manifest, backend))
         _conclude(root, manifest, rows)

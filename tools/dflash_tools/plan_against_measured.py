@@ -116,6 +116,7 @@ def compare(
     yield Comparison("target KV cache", kv, measured.target_kv_bytes, True)
     if drafter is not None:
         drafter_kv = formulas.kv_bytes(drafter.body, capacity, executed.item_bytes)
+        drafter_kv -= _saved_by_rings(manifest, drafter, capacity) * executed.item_bytes
         in_memory += formulas.drafter_bytes(drafter, executed) + drafter_kv
         planned = formulas.drafter_bytes(drafter, drafter_storage)
         yield Comparison("drafter weight files", planned, files["drafter"], True)
@@ -123,6 +124,17 @@ def compare(
     engines = formulas.ort_engine_bytes(shape, drafter)
     yield Comparison("engine files", engines, measured.engine_bytes, False)
     yield Comparison("session: weights in fp32 and KV", in_memory, measured.resident_growth_bytes, False)
+
+
+def _saved_by_rings(manifest: Manifest, drafter: DrafterShape, capacity: int) -> int:
+    """Elements that the drafter's rings are smaller than caches of the whole context."""
+    assert manifest.drafter is not None
+    windows = [tensor.window_tokens for tensor in manifest.drafter.context_graph.state[0::2]]
+    return sum(
+        layer.row_elements
+        * formulas.ring_rows_saved(window, manifest.max_context_tokens, manifest.block_sizes, capacity)
+        for layer, window in zip(drafter.body.kv_layers, windows, strict=True)
+    )
 
 
 def compare_engines(

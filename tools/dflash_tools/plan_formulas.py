@@ -105,6 +105,12 @@ def kv_bytes(shape: ModelShape, capacity: int, item_bytes: int) -> int:
     return sum(layer.row_elements for layer in shape.kv_layers) * capacity * item_bytes
 
 
+def ring_rows_saved(window_tokens: int | None, max_context: int, block_sizes: Sequence[int], capacity: int) -> int:
+    """Rows that `ort-cpu` spares in a drafter layer's cache, where a ring of window + block - 1 is enough."""
+    ring = max_context if window_tokens is None else window_tokens + max(block_sizes) - 1
+    return capacity - ring if ring < max_context else 0
+
+
 def scratch_bytes(
     target: ModelShape, drafter: DrafterShape, storage: Storage, capacity: int, largest_block: int
 ) -> int:

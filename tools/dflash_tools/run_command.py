@@ -14,6 +14,7 @@ from dflash_runtime.generation import GenerationConfig, GenerationResult
 from dflash_runtime.session import Prompt, Session
 from dflash_tools.error_lines import DFlashCommand
 from dflash_tools.option_values import BLOCK_SIZE, read_template_args, read_token_ids
+from dflash_tools.ring_lines import DRAFT_WINDOW, ring_lines
 from dflash_tools.run_block_size import chosen_words, set_block_size
 from dflash_tools.sampling_options import sampling_options
 
@@ -117,7 +118,10 @@ def tell_settings(session: Session, backend: str, config: GenerationConfig, *, u
     if not sys.stderr.isatty():
         return
     manifest = session.bundle.manifest
-    if backend == "ort-cpu" and open_engine(session.bundle, backend).upcast:
+    record = open_engine(session.bundle, backend) if backend == "ort-cpu" else None
+    if record is not None and DRAFT_WINDOW in record.versions:
+        _tell(list(ring_lines(record))[-1])
+    if record is not None and record.upcast:
         _tell(f"The bundle's {manifest.precision} weights run as fp32: ONNX Runtime's CPU has no half MatMul.")
     arguments = {**manifest.text.template_args, **(config.template_args or {})}
     if uses_template and manifest.text.has_chat_template and arguments:

@@ -9,10 +9,11 @@ from dflash_runtime.bundle import Bundle
 from dflash_runtime.device_backend import DeviceBackend
 from dflash_runtime.device_engine import read_device_engine
 from dflash_runtime.engine_record import open_engine
-from dflash_runtime.errors import BackendError
+from dflash_runtime.errors import BackendError, EngineError
 from dflash_tools.device_probe import DeviceProbe, engines_of
 from dflash_tools.error_lines import needs_extra
 from dflash_tools.graph_probe import GraphProbe, ProbeBackend
+from dflash_tools.ring_lines import DRAFT_WINDOW
 from dflash_tools.validate_state import OpenBackend
 
 PORTABLE = "portable"
@@ -54,7 +55,13 @@ class BundleEngine:
             raise BackendError(f"Backend {name!r} is unknown. There are: {', '.join(CHOICES)}.")
         self.precision = bundle.manifest.precision
         if name == "ort-cpu":
-            self.precision = open_engine(bundle, name).execution_precision
+            record = open_engine(bundle, name)
+            if (window := record.versions.get(DRAFT_WINDOW)) is not None:
+                raise EngineError(
+                    f"The engine's drafter sees {window} tokens (--draft-window) and the reference's the whole context, "
+                    f"so their proposals differ. Make it without: dflash-export engines {bundle.path}"
+                )
+            self.precision = record.execution_precision
 
     def backend(self) -> Backend:
         """See `Engine.backend`."""
