@@ -10,6 +10,7 @@ from importlib.metadata import version
 import onnx_ir as ir
 
 from dflash_engines.engine_writing import host_record, write_engine
+from dflash_engines.passes.cached_attention import find_cached_attention
 from dflash_engines.passes.constant_reshape import ConstantReshapePass
 from dflash_engines.passes.group_query_attention import GroupQueryAttentionPass
 from dflash_engines.passes.kernel_rotation import KernelRotationPass
@@ -74,17 +75,18 @@ def lower_bundle(
         versions["activations"] = activations
     if draft_window_tokens is not None:
         versions["draft_window"] = str(draft_window_tokens)
-    rings = drafter_rings(bundle.manifest, draft_window_tokens)
     present = _fitting_record(bundle, versions)
     if present is not None:
         return present
-    lowered: dict[str, ir.Model] = {}
     files = bundle.manifest.graph_files()
+    portable = {kind: load_portable(bundle, file) for kind, file in files.items()}
+    rings = drafter_rings(bundle.manifest, portable.get("drafter"), draft_window_tokens)
+    lowered: dict[str, ir.Model] = {}
     for kind, file in files.items():
         if progress is not None:
             progress("lower", len(lowered), len(files))
-        model, own = load_portable(bundle, file), {} if kind == "target" else rings
-        lowered[file] = lower_model(model, kind, activations=activations, rings=own)
+        own = {} if kind == "target" else rings
+        lowered[file] = lower_model(portable[kind], kind, activations=activations, rings=own)
     record = partial(host_record, bundle, BACKEND, list(lowered), versions, _EXECUTION_PRECISION, rings)
     return write_engine(bundle, BACKEND, lowered, record)
 
@@ -139,25 +141,34 @@ def lower_model(
     return lowered
 
 
-def drafter_rings(manifest: Manifest, draft_window_tokens: int | None = None) -> dict[str, Ring]:
-    """Cache input -> ring, for the drafter's caches of which a window is less than the whole context.
+def drafter_rings(
+    manifest: Manifest, drafter: ir.Model | None, draft_window_tokens: int | None = None
+) -> dict[str, Ring]:
+    """Cache input -> ring, for the drafter's caches of which attention sees less than the context.
 
     Args:
         manifest: Of the bundle.
+        drafter: The portable graph that drafts; its layers state their windows.
         draft_window_tokens: Window of the layers that have none.
 
     Raises:
         EngineError: this window is shorter than a block, or does not end before the context; or there is no drafter.
     """
     block, context = max(manifest.block_sizes), manifest.max_context_tokens
-    if draft_window_tokens is not None and (manifest.drafter is None or not block <= draft_window_tokens <= context - block):
-        has = "no drafter" if manifest.drafter is None else f"blocks of {block} and a context of {context} tokens"
-        raise EngineError(f"A draft window of {draft_window_tokens} tokens is asked for, and the bundle has {has}. "
-                          f"Give a drafter from {block} to {context - block}, or leave it out.")  # fmt: skip
-    state = [] if manifest.drafter is None else manifest.drafter.context_graph.state
-    windows = {tensor.input: tensor.window_tokens or draft_window_tokens for tensor in state}
-    rings = {name: Ring(window, window + block - 1) for name, window in windows.items() if window is not None}
-    return {name: ring for name, ring in rings.items() if ring.rows < context}
+    fits = drafter is not None and block <= (draft_window_tokens or block) <= context - block
+    if draft_window_tokens is not None and not fits:
+        has = "no drafter" if drafter is None else f"blocks of {block} and a context of {context} tokens"
+        raise EngineError(
+            f"A draft window of {draft_window_tokens} tokens is asked for, and the bundle has {has}. "
+            f"Give one from {block} to {context - block} to a bundle with a drafter, or leave it out."
+        )
+    rings: dict[str, Ring] = {}
+    for attention in [] if drafter is None else find_cached_attention(drafter):
+        window = attention.window_tokens or draft_window_tokens
+        if window is not None and window + block - 1 < context:
+            caches = (attention.key_scatter.inputs[0], attention.value_scatter.inputs[0])
+            rings |= {str(cache.name): Ring(window, window + block - 1) for cache in caches if cache is not None}
+    return rings
 
 
 def _fitting_record(bundle: Bundle, versions: dict[str, str]) -> HostEngineRecord | None:

@@ -65,6 +65,9 @@ def open_engine(bundle: Bundle, backend: str) -> HostEngineRecord:
     graphs = bundle.manifest.graph_files().values()
     problems = [f"it does not list {name}" for name in graphs if name not in record.files]
     problems += source_problems(bundle, record.source)
+    block = max(bundle.manifest.block_sizes)
+    problems += [f"{name} is a ring of {ring.rows} rows, a block of {block} needs {ring.window_tokens + block - 1}"
+                 for name, ring in record.rings.items() if ring.rows < ring.window_tokens + block - 1]  # fmt: skip
     if record.backend != backend:
         problems.append(f"it was made for {record.backend}, not {backend}")
     if problems:

@@ -28,8 +28,11 @@ class RingRows:
             self._oldest[ring] = max(oldest, end - ring.rows)
 
     def keep(self, kept_rows: int) -> int:
-        """Rows to begin a request behind, of `kept_rows` the models have: where a ring has lost rows that the next
-        block sees, the target runs over a window of rows again, and its taps fill the rings."""
+        """Of the rows both models have, those a request can begin behind.
+
+        Where a ring has lost a row that the next block sees, they are a window fewer: the target runs over these
+        again, and its taps fill the rings.
+        """
         seen_from = {ring: max(0, kept_rows - ring.window_tokens + 1) for ring in self._oldest}
         if any(seen_from[ring] < oldest for ring, oldest in self._oldest.items()):
             kept_rows = min(seen_from.values())

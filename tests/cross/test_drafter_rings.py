@@ -16,7 +16,7 @@ from pairs import AUTHOR_PAIRS, MAIN, Pair
 from dflash_engines import ort_cpu
 from dflash_runtime import GenerationConfig, GenerationResult, Session
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle
-from dflash_runtime.engine_record import open_engine
+from dflash_runtime.engine_record import ENGINE_SCHEMA_VERSION, HostEngineRecord, open_engine, read_engine
 from dflash_runtime.errors import EngineError
 from dflash_runtime.ort_cpu import OrtCpuBackend
 from dflash_runtime.window_rings import Ring, RingRows
@@ -33,7 +33,7 @@ def both(exported: Make, once: Once) -> Ringed:
 
     def whole(bundle: Path, folder: Path) -> None:
         shutil.copytree(bundle, folder / "bundle")
-        lower_otherwise(folder / "bundle", lambda manifest, window=None: {})
+        lower_otherwise(folder / "bundle", lambda manifest, drafter, window=None: {})
 
     def make(pair: Pair) -> tuple[Path, Path]:
         bundle = exported(pair)
@@ -109,8 +109,8 @@ def ring_bytes(bundle: Path) -> tuple[int, int]:
     opened = Bundle.open(bundle)
     with Session.open(bundle, threads=1) as session:
         assert isinstance(session._backend, OrtCpuBackend)
-        drafter, target = (state.values() for state in (session._backend._drafter_state, session._backend._target_state))
-        sizes = [sum(rows.nbytes for rows in state) for state in (drafter, target)]
+        states = (session._backend._drafter_state, session._backend._target_state)
+        sizes = [sum(rows.nbytes for rows in state.values()) for state in states]
     assert session_memory(opened, "ort-cpu", "fp32").kv_bytes == sum(sizes)
     return sizes[0], sizes[1]
 
@@ -196,19 +196,42 @@ def test_a_ring_that_is_trusted_too_far_shows(
     assert any(essence(kept) != essence(fresh) for seed in range(6) for kept, fresh, _ in turns(ringed, seed))
 
 
-@pytest.mark.parametrize("fault", ["window", "rows"])
-def test_a_ring_of_another_size_shows(both: Ringed, tmp_path: Path, fault: str) -> None:
-    """A window one token off, and a ring one row short: the proposals differ, and the text does not."""
+def with_rings(bundle: Path, copy: Path, ring: Ring) -> Path:
+    shutil.copytree(bundle, copy)
+    names = open_engine(Bundle.open(bundle), "ort-cpu").rings
+    lower_otherwise(copy, lambda manifest, drafter, window=None: dict.fromkeys(names, ring))
+    return copy
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_window_off_by_one_shows(both: Ringed, tmp_path: Path, off: int) -> None:
+    """In the proposals, and not in the text."""
     ringed, whole = both(BOTH_WAYS)
-    wrong = Path(shutil.copytree(ringed, tmp_path / "wrong"))
     window, block, _ = facts_of(ringed)
-    changed = {"window": Ring(window - 1, window + block - 1), "rows": Ring(window, window + block - 2)}[fault]
-    names = open_engine(Bundle.open(ringed), "ort-cpu").rings
-    lower_otherwise(wrong, lambda manifest, window=None: dict.fromkeys(names, changed))
+    wrong = with_rings(ringed, tmp_path / "wrong", Ring(window + off, window + block))
     lengths = range(30, 42)
     found, expected = said(wrong, lengths), said(whole, lengths)
     assert found != expected
     assert [result[0] for result in found] == [result[0] for result in expected]
+
+
+def test_a_ring_one_row_short_shows_and_is_refused(
+    both: Ringed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ringed, whole = both(BOTH_WAYS)
+    window, block, _ = facts_of(ringed)
+    wrong = with_rings(ringed, tmp_path / "wrong", Ring(window, window + block - 2))
+    with pytest.raises(EngineError, match=f"is a ring of {window + block - 2} rows, a block of {block} needs"):
+        Session.open(wrong)
+    record = read_engine(HostEngineRecord, wrong / "engines" / "ort-cpu", ENGINE_SCHEMA_VERSION, "")
+    monkeypatch.setattr("dflash_runtime.ort_cpu.open_engine", lambda bundle, backend: record)
+    lengths = range(30, 42)
+    assert said(wrong, lengths) != said_whole(whole, monkeypatch, lengths)
+
+
+def said_whole(bundle: Path, patch: pytest.MonkeyPatch, lengths: Sequence[int]) -> list[Any]:
+    patch.setattr("dflash_runtime.ort_cpu.open_engine", open_engine)
+    return said(bundle, lengths)
 
 
 def test_a_window_for_layers_that_have_none(both: Ringed, tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ def lost_rows(rings: list[Ring], seed: int, kept_of: type[RingRows] = RingRows) 
             memory.write(range(start, start + count), number)
 
     for _ in range(40):
-        asked = rng.choice([len(committed), rng.randrange(len(committed) + 1), max(0, len(committed) - rng.randrange(9))])
+        length = len(committed)
+        asked = rng.choice([length, rng.randrange(length + 1), max(0, length - rng.randrange(9))])
         kept = rows.keep(asked)
         assert 0 <= kept <= asked
         kept_rows += kept

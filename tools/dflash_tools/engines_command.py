@@ -37,8 +37,8 @@ _ORT = ("ort-cpu", "ort-cuda")
 @click.option("--activations", type=click.Choice(["int8", "fp32"]),
               help="ort-cpu, quantised weights: what their products round activations to. Default: int8.")
 @click.option("--draft-window", "draft_window", type=click.IntRange(1), metavar="N",
-              help="ort-cpu: drafter layers that see the whole context see its last N tokens. Other proposals, the same "
-              "text, memory that does not grow with the context.")
+              help="ort-cpu: drafter layers that see the whole context see its last N tokens. Other proposals, the "
+              "same text, memory that does not grow with the context.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(bundle: Path, backend: str, as_json: bool, **options: Any) -> None:
     """Makes what a backend executes from BUNDLE's portable graphs. Needs neither torch nor Transformers.
@@ -51,7 +51,7 @@ def command(bundle: Path, backend: str, as_json: bool, **options: Any) -> None:
     if options["activations"] is not None and (backend != "ort-cpu" or not opened.manifest.quantized):
         raise click.UsageError("--activations is for ort-cpu and bundles with quantised weights.")
     if options["draft_window"] is not None and backend != "ort-cpu":
-        raise click.UsageError(f"--draft-window is for ort-cpu; on {backend} the drafter's caches hold the whole context.")
+        raise click.UsageError(f"--draft-window is for ort-cpu; on {backend} a drafter keeps the whole context.")
     if backend in TENSORRT:
         _build_tensorrt(opened, backend, options, as_json)
         return

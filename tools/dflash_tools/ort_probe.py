@@ -134,7 +134,7 @@ class OrtProbe:
             self._ring_rows.wrote(position)
 
     def _unroll(self, cache: str, value: Array, position: int, rows: int) -> Array:
-        """The cache with a place for every row; of a ring, the rows that a block at `position` sees are copied there."""
+        """The cache with a place for every row; of a ring, what a block at `position` sees is copied there."""
         ring = self._rings.get(cache)
         if ring is None:
             return value

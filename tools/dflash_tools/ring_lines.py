@@ -18,4 +18,4 @@ def ring_lines(record: HostEngineRecord) -> Iterator[str]:
         layers = len({name.rpartition(".")[0] for name in record.rings})
         yield f"{layers} drafter layer(s) keep rings of {rows} rows, whatever the context."
     if (window := record.versions.get(DRAFT_WINDOW)) is not None:
-        yield f"Drafter layers without a window of their own see {window} tokens (--draft-window); the text is the same."
+        yield f"Drafter layers with no window of their own see {window} tokens (--draft-window); the text is the same."

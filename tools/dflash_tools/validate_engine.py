@@ -58,8 +58,8 @@ class BundleEngine:
             record = open_engine(bundle, name)
             if (window := record.versions.get(DRAFT_WINDOW)) is not None:
                 raise EngineError(
-                    f"The engine's drafter sees {window} tokens (--draft-window) and the reference's the whole context, "
-                    f"so their proposals differ. Make it without: dflash-export engines {bundle.path}"
+                    f"The engine's drafter sees {window} tokens (--draft-window), the reference's the whole context: "
+                    f"their proposals differ. Make it without: dflash-export engines {bundle.path}"
                 )
             self.precision = record.execution_precision
 

@@ -76,10 +76,10 @@ def _mask(attention: CachedAttention, ring: Ring) -> tuple[ir.Value, ir.Value]:
     queries = emit(node, "Add", [first, _counted(node, count)], shape=(None,))
     queries = emit(node, "Unsqueeze", [queries, one], shape=(None, 1))
     distance = emit(node, "Sub", [queries, keys], shape=(None, None))
-    boolean = {"dtype": ir.DataType.BOOL, "shape": (None, None)}
-    near = emit(node, "Less", [distance, window], **boolean)
-    ahead = zero if attention.causal else add_integers(graph, [1 - ring.window_tokens])
-    seen = emit(node, "And", [near, emit(node, "GreaterOrEqual", [distance, ahead], **boolean)], **boolean)
+    near = emit(node, "Less", [distance, window], dtype=ir.DataType.BOOL, shape=(None, None))
+    least = zero if attention.causal else add_integers(graph, [1 - ring.window_tokens])
+    behind = emit(node, "GreaterOrEqual", [distance, least], dtype=ir.DataType.BOOL, shape=(None, None))
+    seen = emit(node, "And", [near, behind], shape=(None, None))
     return used, emit(node, "Unsqueeze", [seen, add_integers(graph, [0, 1])], shape=(1, 1, None, None))
 
 
@@ -97,7 +97,8 @@ def _read_ring(attention: CachedAttention, used: ir.Value, mask: ir.Value) -> No
     assert node.graph is not None
     zero, rows_axis = (add_integers(node.graph, [n]) for n in (0, 2))
     for index, scatter in ((1, attention.key_scatter), (2, attention.value_scatter)):
-        shape = dims(scatter.outputs[0]) or [None] * 4
+        shape = dims(scatter.outputs[0])
+        assert shape is not None
         kept = emit(node, "Slice", [scatter.outputs[0], zero, used, rows_axis], shape=[*shape[:2], None, shape[3]])
         node.replace_input_with(index, kept)
     node.replace_input_with(3, mask)
