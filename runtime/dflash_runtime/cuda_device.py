@@ -152,16 +152,14 @@ def _text(error: Any) -> str:
 
 def open_on_gpu(name: str, bundle: Bundle, prefill_chunk_tokens: int, **options: Any) -> DeviceBackend:
     """Opens `ort-cuda`, `tensorrt` or `tensorrt-rtx`; options are those of `open_engines`."""
-    loader: EngineLoader
     if name == "ort-cuda":
         from dflash_runtime.ort_engine import OrtEngines
 
-        loader = OrtEngines()
+        device = CudaDevice(name, OrtEngines())
     else:
         from dflash_runtime.tensorrt_engine import TensorRTEngines
 
-        loader = TensorRTEngines(name)
-    device = CudaDevice(name, loader)
+        device = CudaDevice(name, TensorRTEngines(name))
     try:
         return open_engines(name, bundle, device, prefill_chunk_tokens, **options)
     except BaseException:

@@ -88,9 +88,7 @@ def accept(proposed: Sequence[int], posterior: Sequence[int]) -> list[int]:
 
     `proposed` are the b-1 drafted tokens, `posterior` is the target's choice after each of the b block tokens.
     """
-    accepted = 0
-    while accepted < len(proposed) and proposed[accepted] == posterior[accepted]:
-        accepted += 1
+    accepted = next((i for i, token in enumerate(proposed) if token != posterior[i]), len(proposed))
     return list(posterior[: accepted + 1])
 
 

@@ -15,7 +15,7 @@ from dflash_runtime.bundle import Bundle
 from dflash_runtime.cycles import Round
 from dflash_runtime.device import Array, Buffer, Device
 from dflash_runtime.device_caches import DeviceCaches
-from dflash_runtime.device_engine import BoundWeight, DeviceEngineRecord, EngineProfile, find_device_engine
+from dflash_runtime.device_engine import BoundWeight, DeviceEngineRecord, find_device_engine
 from dflash_runtime.device_graph import DeviceGraph
 from dflash_runtime.device_numbers import PLACES, DeviceNumbers
 from dflash_runtime.device_weights import WeightPlaces, WeightSource, upload_weights
@@ -87,7 +87,6 @@ class DeviceBackend:
         logit_rows = max(profile.logit_rows for profile in profiles)
         self._logits = device.host_memory(logit_rows * 4 * manifest.target.vocab_size)
         self._captured: dict[int, Callable[[], None]] = {}
-        self._prepared: set[int] = set()
         self._unread = deque[tuple[int, int]]()  # place to read into and block size of each cycle that is enqueued
         self._position = self._enqueued = 0
         self._not_finite = False
@@ -135,8 +134,7 @@ class DeviceBackend:
         self._numbers.say([anchor], position, [0])
         self._run("drafter", block_size, 0, position)
         self._numbers.download()
-        proposed: list[int] = self._numbers.read()["draft_ids"][: block_size - 1].tolist()
-        return proposed
+        return [int(token) for token in self._numbers.read()["draft_ids"][: block_size - 1]]
 
     def verify(self, block: Sequence[int], position: int) -> list[int]:
         """See `Backend.verify`."""
@@ -162,16 +160,15 @@ class DeviceBackend:
     def enqueue_cycle(self, block_size: int) -> None:
         """See `Cycles.enqueue_cycle`."""
         place, self._enqueued = self._enqueued % PLACES, self._enqueued + 1
-        if self._captures and block_size in self._prepared:
-            if block_size not in self._captured:
-                self._captured[block_size] = self.device.capture(partial(self._whole_cycle, block_size))
+        if block_size in self._captured:
             self._captured[block_size]()
             self._numbers.download(place)
-        else:  # the first time runs without, as libraries prepare things then
+        else:
             self._propose_and_accept(block_size)
             self._numbers.download(place)  # the rest need not be waited for
             self._append_and_advance(block_size)
-            self._prepared.add(block_size)
+            if self._captures:  # only now, as libraries prepare things the first time
+                self._captured[block_size] = self.device.capture(partial(self._whole_cycle, block_size))
         self._unread.append((place, block_size))
 
     def read_cycle(self) -> Round:
@@ -222,13 +219,10 @@ class DeviceBackend:
         profile = graph.pick(rows, logit_rows, self._caches["target"].layout_rows)
         graph.enqueue(profile)
         if not self._fused and kind in ("target", "drafter_context"):
-            self._commit(kind, profile, rows, position)
-
-    def _commit(self, kind: str, profile: EngineProfile, rows: int, position: int) -> None:
-        """Copies the rows a call handed back, never those it pads, to the caches."""
-        caches = self._caches["target" if kind == "target" else "drafter"]
-        sources = [self.buffers[kind][f"new_rows.{i}"].address for i in range(len(caches.groups))]
-        caches.commit(sources, profile.rows, rows, position)
+            # The rows it handed back, never those it pads, are copied to the caches.
+            caches = self._caches["target" if kind == "target" else "drafter"]
+            sources = [self.buffers[kind][f"new_rows.{i}"].address for i in range(len(caches.groups))]
+            caches.commit(sources, profile.rows, rows, position)
 
 
 def open_engines(name: str, bundle: Bundle, device: Device, prefill_chunk_tokens: int,

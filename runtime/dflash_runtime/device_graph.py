@@ -19,11 +19,8 @@ class DeviceGraph:
 
     def sizes_bytes(self) -> dict[str, int]:
         """I/O tensor -> its size in the largest profile."""
-        sizes: dict[str, int] = {}
-        for context in self._contexts.values():
-            for name, size in context.sizes_bytes.items():
-                sizes[name] = max(size, sizes.get(name, 0))
-        return sizes
+        sizes = [context.sizes_bytes for context in self._contexts.values()]
+        return {name: max(of_profile[name] for of_profile in sizes) for name in sizes[0]}
 
     def bind(self, profile: EngineProfile, buffers: Mapping[str, Buffer]) -> None:
         """Binds the I/O tensors of a profile.
@@ -47,11 +44,11 @@ class DeviceGraph:
         Raises:
             EngineError: the engine was not built for so many.
         """
-        for profile in self.facts.profiles:
-            enough = profile.rows >= rows and profile.logit_rows >= logit_rows
-            if enough and profile.capacity_rows in (0, layout_rows):
+        scoring = [profile for profile in self.facts.profiles if profile.logit_rows >= logit_rows]
+        for profile in scoring:
+            if profile.rows >= rows and profile.capacity_rows in (0, layout_rows):
                 return profile
-        built = sorted({p.rows for p in self.facts.profiles if p.logit_rows >= logit_rows})
+        built = sorted({profile.rows for profile in scoring})
         raise EngineError(
             f"The {self.facts.kind} engine takes {built} tokens a call over caches of {layout_rows} rows, and {rows} "
             f"are asked for. Ask for a smaller block, or build for this one. {self._remedy} --block-size {rows}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from dflash_runtime.bundle import Bundle, WeightEntry
+from dflash_runtime.bundle import Bundle
 from dflash_runtime.device import Array, Buffer, Device, aligned
 from dflash_runtime.device_engine import BoundWeight
 from dflash_runtime.errors import EngineError
@@ -30,31 +30,33 @@ def upload_weights(device: Device, bundle: Bundle, wanted: Iterable[BoundWeight]
         EngineError: the bundle lacks a weight, or its values do not fit the type wanted.
         BackendError: the device has too little memory.
     """
-    entries, places, total = bundle.manifest.weights, dict[tuple[str, str], tuple[int, int]](), 0
+    entries, sizes, places = bundle.manifest.weights, dict[tuple[str, str], int](), WeightPlaces()
     for bound in wanted:
         entry = entries.get(bound.weight)
         turned = bound.dtype == SIGNED_TRANSPOSED and entry is not None and entry.dtype == "U8"
         if entry is None or not (turned or (entry.dtype in STORED and bound.dtype in STORED)):
             has = "the bundle has no such weight" if entry is None else f"the bundle has it as {entry.dtype}"
             raise EngineError(f"The engines want weight {bound.weight!r} as {bound.dtype}; {has}. Build them again.")
-        if (bound.weight, bound.dtype) not in places:
-            size = math.prod(entry.shape) * (1 if turned else np.dtype(STORED[bound.dtype]).itemsize)
-            places[bound.weight, bound.dtype] = total, size
-            total += aligned(size)
-    if not places:
-        return {}
-    base, staging = device.allocate(total).address, device.host_memory(_STAGING_BYTES)
-    for (name, dtype), (offset, _) in places.items():
-        _upload(device, bundle, name, entries[name], dtype, base + offset, staging)
-    return {key: Buffer(base + offset, size) for key, (offset, size) in places.items()}
+        item_bytes = 1 if turned else np.dtype(STORED[bound.dtype]).itemsize
+        sizes[bound.weight, bound.dtype] = math.prod(entry.shape) * item_bytes
+    if sizes:
+        address = device.allocate(sum(map(aligned, sizes.values()))).address
+        staging = device.host_memory(_STAGING_BYTES)
+    for (name, dtype), size in sizes.items():
+        pieces = _turned if dtype == SIGNED_TRANSPOSED else _converted
+        places[name, dtype] = Buffer(address, size)
+        for piece in pieces(bundle, name, dtype, staging):
+            device.upload(address, piece)
+            device.mark()
+            device.wait()  # the staging memory is used again
+            address += piece.nbytes
+        address = places[name, dtype].address + aligned(size)
+    return places
 
 
-def _upload(device: Device, bundle: Bundle, name: str, entry: WeightEntry, dtype: str, address: int, staging: Array
-            ) -> None:
-    if dtype == SIGNED_TRANSPOSED:
-        _upload_turned(device, bundle, entry, address, staging)
-        return
-    target = np.dtype(STORED[dtype])
+def _converted(bundle: Bundle, name: str, dtype: str, staging: Array) -> Iterator[Array]:
+    """A float weight in another type, piece by piece."""
+    entry, target = bundle.manifest.weights[name], np.dtype(STORED[dtype])
     left, at_once = math.prod(entry.shape), staging.nbytes // 4
     with bundle.file(entry.file).open("rb") as stream:
         stream.seek(entry.offset_bytes)
@@ -63,24 +65,20 @@ def _upload(device: Device, bundle: Bundle, name: str, entry: WeightEntry, dtype
             piece = staging[: stored.size * target.itemsize]
             same = entry.dtype == dtype
             piece.view(target)[:] = stored if same else narrowed(widened(stored, entry.dtype), dtype, name)
-            device.upload(address, piece)
-            device.mark()
-            device.wait()  # the staging memory is used again
-            address, left = address + piece.nbytes, left - stored.size
+            yield piece
+            left -= stored.size
 
 
-def _upload_turned(device: Device, bundle: Bundle, entry: WeightEntry, address: int, staging: Array) -> None:
+def _turned(bundle: Bundle, name: str, dtype: str, staging: Array) -> Iterator[Array]:
     """Signed bytes of a U8 weight [out, in] as [in, out], some of its columns at a time."""
+    entry = bundle.manifest.weights[name]
     rows, columns = entry.shape
     stored = np.memmap(bundle.file(entry.file), np.uint8, "r", entry.offset_bytes, (rows, columns))
     at_once = max(1, staging.nbytes // rows)
     for first in range(0, columns, at_once):
         part = stored[:, first : first + at_once].T
-        piece = staging[: part.size]
-        np.bitwise_xor(part, np.uint8(0x80), out=piece.reshape(part.shape))
-        device.upload(address + first * rows, piece)
-        device.mark()
-        device.wait()  # the staging memory is used again
+        np.bitwise_xor(part, np.uint8(0x80), out=staging[: part.size].reshape(part.shape))
+        yield staging[: part.size]
 
 
 def narrowed(wide: Array, dtype: str, name: str) -> Array:

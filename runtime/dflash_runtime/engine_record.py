@@ -98,10 +98,7 @@ def read_engine(kind: type[Any], folder: Path, schema_version: int, remedy: str)
 
 def source_problems(bundle: Bundle, source: Mapping[str, str]) -> list[str]:
     """Which graphs an engine was made from that are not the bundle's, in words."""
-    problems = []
-    for name in bundle.manifest.graph_files().values():
-        facts, made_from = bundle.manifest.files.get(name), source.get(name, "none")
-        now = "none" if facts is None else facts.sha256
-        if made_from != now:
-            problems.append(f"it was made from {name} {made_from[:12]}, the bundle has {now[:12]}")
-    return problems
+    now = {name: facts.sha256 for name, facts in bundle.manifest.files.items()}
+    pairs = [(name, source.get(name, "none"), now.get(name, "none")) for name in bundle.manifest.graph_files().values()]
+    return [f"it was made from {name} {made[:12]}, the bundle has {here[:12]}"
+            for name, made, here in pairs if made != here]  # fmt: skip

@@ -13,7 +13,7 @@ from dflash_runtime.bundle import Bundle, GraphFacts, StateTensor
 from dflash_runtime.engine_record import HostEngineRecord, engine_folder, open_engine
 from dflash_runtime.errors import BackendError, EngineError
 from dflash_runtime.weights import MappedWeights, weights_given_by_name
-from dflash_runtime.window_rings import Ring, RingRows
+from dflash_runtime.window_rings import RingRows
 
 _PROVIDER = "CPUExecutionProvider"
 
@@ -47,7 +47,8 @@ class OrtCpuBackend:
         self._context = self._drafter = None
         if (drafter := manifest.drafter) is not None:
             self._mask_token_id = drafter.mask_token_id
-            self._drafter_state = _allocate(drafter.context_graph.state, capacity, record.rings)
+            rings = {name: ring.rows for name, ring in record.rings.items()}
+            self._drafter_state = _allocate(drafter.context_graph.state, capacity, rings)
             self._context = _Graph(opener, drafter.context_graph, self._drafter_state)
             self._drafter = _Graph(opener, drafter.graph, self._drafter_state)
         self._weights = opener.weights
@@ -75,8 +76,7 @@ class OrtCpuBackend:
 
     def logits(self, rows: int) -> Array:
         """See `Backend.logits`."""
-        found: Array = self._logits[0, :rows]
-        return found
+        return np.asarray(self._logits[0, :rows])
 
     def draft(self, anchor: int, block_size: int, position: int) -> list[int]:
         """See `Backend.draft`."""
@@ -87,20 +87,18 @@ class OrtCpuBackend:
         ids, drafts = self._ids[:, :block_size], self._tokens[:, : block_size - 1]
         ids[0, 0], ids[0, 1:], self._position[0] = anchor, self._mask_token_id, position
         self._drafter.run({"input_ids": ids, "position": self._position}, {"draft_ids": drafts})
-        proposed: list[int] = drafts[0].tolist()
-        return proposed
+        return [int(token) for token in drafts[0]]
 
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`. Rows of plain steps wait for the next draft: many cost little more than one."""
         if self._context is None:
             return
-        if rows > 1 or position != self._waiting_end or self._waiting_rows == self._waiting.shape[1]:
+        if position != self._waiting_end or self._waiting_rows + rows > self._waiting.shape[1]:
             self._append_waiting()
+        first, self._waiting_rows = self._waiting_rows, self._waiting_rows + rows
+        self._waiting[:, first : self._waiting_rows], self._waiting_end = self._taps[:, :rows], position + rows
         if rows > 1:
-            self._run_context(self._taps[:, :rows], position)
-        else:
-            self._waiting[:, self._waiting_rows] = self._taps[:, 0]
-            self._waiting_rows, self._waiting_end = self._waiting_rows + 1, position + 1
+            self._append_waiting()
 
     def close(self) -> None:
         """Frees sessions and buffers."""
@@ -108,23 +106,18 @@ class OrtCpuBackend:
         self._target_state, self._drafter_state, self._weights = {}, {}, {}
 
     def _append_waiting(self) -> None:
-        if rows := self._waiting_rows:
-            self._waiting_rows = 0
-            self._run_context(self._waiting[:, :rows], self._waiting_end - rows)
-
-    def _run_context(self, taps: Array, position: int) -> None:
-        assert self._context is not None
-        self._position[0] = position
-        self._ring_rows.wrote(position + taps.shape[1])
-        self._context.run({"taps": taps, "position": self._position}, {})
+        if (rows := self._waiting_rows) and self._context is not None:
+            self._waiting_rows, self._position[0] = 0, self._waiting_end - rows
+            self._ring_rows.wrote(self._waiting_end)
+            self._context.run({"taps": self._waiting[:, :rows], "position": self._position}, {})
 
     def _run_target(self, ids: Sequence[int], position: int, logit_rows: Sequence[int]) -> list[int]:
         count, wanted = len(ids), len(logit_rows)
         self._ids[0, :count], self._position[0], self._logit_rows[:wanted] = ids, position, logit_rows
-        inputs: dict[str, Array] = {"input_ids": self._ids[:, :count], "position": self._position}
-        inputs["logit_rows"] = self._logit_rows[:wanted]
-        outputs: dict[str, Array] = {"token_ids": self._tokens[:, :wanted], "taps": self._taps[:, :count]}
-        self._target.run(inputs, {**outputs, "logits": self._logits[:, :wanted]})
+        self._target.run(
+            {"input_ids": self._ids[:, :count], "position": self._position, "logit_rows": self._logit_rows[:wanted]},
+            {"token_ids": self._tokens[:, :wanted], "taps": self._taps[:, :count], "logits": self._logits[:, :wanted]},
+        )
         found: list[int] = self._tokens[0, :wanted].tolist()
         self._not_finite |= min(found) < 0
         return found
@@ -190,17 +183,13 @@ class _Graph:
     def _bind(self, inputs: dict[str, Array], outputs: dict[str, Array]) -> ort.IOBinding:
         binding = self._session.io_binding()
         # Past and present are the same memory: rows are written in place and nothing is copied.
-        for tensor in self._facts.state:
-            inputs = {**inputs, tensor.input: self._state[tensor.input]}
-            outputs = {**outputs, tensor.output: self._state[tensor.input]}
-        for name, array in inputs.items():
-            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        for name, array in outputs.items():
-            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        present = {tensor.output: self._state[tensor.input] for tensor in self._facts.state}
+        for bind, arrays in ((binding.bind_input, inputs | self._state), (binding.bind_output, outputs | present)):
+            for name, array in arrays.items():
+                bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         return binding
 
 
-def _allocate(state: list[StateTensor], capacity: int, rings: Mapping[str, Ring]) -> dict[str, Array]:
+def _allocate(state: list[StateTensor], capacity: int, rings: Mapping[str, int]) -> dict[str, Array]:
     """Zeroed buffers of `capacity` rows, or a ring's: memory is taken by the system only where rows are written."""
-    rows = {tensor.input: ring.rows if (ring := rings.get(tensor.input)) else capacity for tensor in state}
-    return {tensor.input: np.zeros(tensor.cache_shape(rows[tensor.input]), np.float32) for tensor in state}
+    return {t.input: np.zeros(t.cache_shape(rings.get(t.input, capacity)), np.float32) for t in state}
