@@ -40,7 +40,7 @@ class OrtProbe:
             capacity_rows: Rows T of the caches.
             inner: By kind of graph: output of the session -> name of the inner tensor it shows.
             weights: What the sessions read and do not own; kept as long as they are.
-            rings: Cache input -> its ring, of caches that are not as long as the context.
+            rings: The drafter's caches that are not as long as the context; caches of the target have the same names.
         """
         self.name, self.precision, self._sessions, self._inner = name, precision, dict(sessions), inner or {}
         self._weights, self._rings = weights, rings or {}
@@ -59,12 +59,14 @@ class OrtProbe:
 
     def reset(self) -> None:
         """See `GraphProbe.reset`."""
-        for model, facts in (("target", self._facts[TARGET]), ("drafter", self._facts.get(CONTEXT))):
-            if facts is not None:
-                self._caches[model] = {t.input: _unwritten(t.shape, self._rows_of(t.input)) for t in facts.state}
         self._ring_rows = RingRows(self._rings.values())
-        drafter = self._facts[CONTEXT].state if CONTEXT in self._facts else []
-        self._unrolled = {t.input: _unwritten(t.shape, self._capacity_rows) for t in drafter if t.input in self._rings}
+        self._caches = {"target": self._unwritten(TARGET)}
+        if CONTEXT in self._facts:
+            self._unrolled = self._unwritten(CONTEXT)
+            self._caches["drafter"] = {
+                name: rows[:, :, : self._rings[name].rows].copy() if name in self._rings else rows
+                for name, rows in self._unrolled.items()
+            }
 
     def target(self, ids: Sequence[int], position: int) -> Tensors:
         """See `GraphProbe.target`."""
@@ -89,8 +91,9 @@ class OrtProbe:
     def cache_rows(self, model: str) -> Tensors:
         """See `GraphProbe.cache_rows`. Of a ring: each row as it was when a query could see it last."""
         outputs = {t.input: t.output for t in self._facts[TARGET if model == "target" else CONTEXT].state}
-        return {outputs[n]: cache_rows_of(self._unrolled.get(n, a), 0, self._capacity_rows)
-                for n, a in self._caches[model].items()}  # fmt: skip
+        whole = {n: self._unrolled[n] if model == "drafter" and n in self._rings else a
+                 for n, a in self._caches[model].items()}  # fmt: skip
+        return {outputs[name]: cache_rows_of(rows, 0, self._capacity_rows) for name, rows in whole.items()}
 
     def _run(self, kind: str, given: dict[str, Array], position: int, rows: int) -> Tensors:
         if position + rows > self._capacity_rows:
@@ -109,7 +112,8 @@ class OrtProbe:
         for name, value in found.items():
             if name in state:
                 caches[state[name]] = value
-                whole = self._unroll(state[name], value, position, rows)
+                ring = None if kind == TARGET else self._rings.get(state[name])
+                whole = value if ring is None else self._unroll(state[name], ring, position, rows)
                 tensors[name] = cache_rows_of(whole, position, position + rows)
             elif name == "taps":
                 tensors |= split_taps(rows_of(value), self._tap_count)
@@ -121,9 +125,6 @@ class OrtProbe:
                 tensors[name] = rows_of(value)
         return tensors
 
-    def _rows_of(self, cache: str) -> int:
-        return self._rings[cache].rows if cache in self._rings else self._capacity_rows
-
     def _refill(self, position: int) -> None:
         """After a long way back, which the runtime goes by running the target again: rows the rings have lost."""
         kept = self._ring_rows.keep(position)
@@ -133,19 +134,18 @@ class OrtProbe:
         if kept < position:
             self._ring_rows.wrote(position)
 
-    def _unroll(self, cache: str, value: Array, position: int, rows: int) -> Array:
-        """The cache with a place for every row; of a ring, what a block at `position` sees is copied there."""
-        ring = self._rings.get(cache)
-        if ring is None:
-            return value
+    def _unroll(self, cache: str, ring: Ring, position: int, rows: int) -> Array:
+        """A ring with a place for every row; what a block at `position` sees of it is copied there."""
         seen = np.arange(max(0, position - ring.window_tokens + 1), position + rows)
-        self._unrolled[cache][:, :, seen] = value[:, :, seen % ring.rows]
+        self._unrolled[cache][:, :, seen] = self._caches["drafter"][cache][:, :, seen % ring.rows]
         return self._unrolled[cache]
 
-
-def _unwritten(shape: Sequence[int | str], capacity_rows: int) -> Array:
-    sizes = [capacity_rows if d == "T" else 1 if d == "B" else int(d) for d in shape]
-    return np.full(sizes, UNWRITTEN, np.float32)
+    def _unwritten(self, kind: str) -> dict[str, Array]:
+        """Caches with a place for every row."""
+        return {
+            tensor.input: np.full(tensor.cache_shape(self._capacity_rows), UNWRITTEN, np.float32)
+            for tensor in self._facts[kind].state
+        }
 
 
 def open_engine_probe(bundle: Bundle, backend: str, capacity_rows: int, threads: int | None = None) -> OrtProbe:
