@@ -135,8 +135,9 @@ class OrtProbe:
             self._ring_rows.wrote(position)
 
     def _unroll(self, cache: str, ring: Ring, position: int, rows: int) -> Array:
-        """A ring with a place for every row; what a block at `position` sees of it is copied there."""
-        seen = np.arange(max(0, position - ring.window_tokens + 1), position + rows)
+        """A ring with a place for every row; what a block at `position` sees of it, and is there, is copied."""
+        end = position + rows
+        seen = np.arange(max(0, position - ring.window_tokens + 1, end - ring.rows), end)
         self._unrolled[cache][:, :, seen] = self._caches["drafter"][cache][:, :, seen % ring.rows]
         return self._unrolled[cache]
 
