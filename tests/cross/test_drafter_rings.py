@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from conftest import Make, Once
 from pairs import AUTHOR_PAIRS, MAIN, Pair
 
@@ -20,7 +22,11 @@ from dflash_runtime.engine_record import ENGINE_SCHEMA_VERSION, HostEngineRecord
 from dflash_runtime.errors import EngineError
 from dflash_runtime.ort_cpu import OrtCpuBackend
 from dflash_runtime.window_rings import Ring, RingRows
+from dflash_tools import draft_window_effect, engines_command
 from dflash_tools.bundle_memory import session_memory
+from dflash_tools.bundle_summary import summary_lines
+from dflash_tools.ring_check import check_rings
+from dflash_tools.validate_engine import BundleEngine
 
 (BOTH_WAYS,) = (pair for pair in AUTHOR_PAIRS if pair.name == "qwen3-window-both-ways")
 PAIRS = [BOTH_WAYS, MAIN]  # windows of 6 in both layers and blocks of 5; one window of 16 and blocks of 16
@@ -249,3 +255,43 @@ def test_a_window_for_layers_that_have_none(both: Ringed, tmp_path: Path) -> Non
     for wrong in (block - 1, context - block + 1):
         with pytest.raises(EngineError, match=f"A draft window of {wrong} tokens is asked for"):
             ort_cpu.lower_bundle(bundle, draft_window_tokens=wrong)
+
+
+def test_a_build_compares_rings_with_the_whole_context(both: Ringed, tmp_path: Path) -> None:
+    ringed, whole = both(MAIN)
+    rows = check_rings(Bundle.open(ringed), "ort-cpu")
+    assert {row.tensor for row in rows} == {"drafter draft_logits", "drafter draft_ids"}
+    assert all(row.passed and row.stage == "rings" for row in rows)
+    assert check_rings(Bundle.open(whole), "ort-cpu") == []
+    window, block, _ = facts_of(ringed)
+    wrong = with_rings(ringed, tmp_path / "wrong", Ring(window - 1, window + block - 1))
+    assert not all(row.passed for row in check_rings(Bundle.open(wrong), "ort-cpu"))
+
+
+def test_the_command_says_what_it_made(both: Ringed, tmp_path: Path) -> None:
+    ringed, _ = both(MAIN)
+    bundle = str(shutil.copytree(ringed, tmp_path / "bundle"))
+    made = CliRunner().invoke(engines_command.command, [bundle, "--draft-window", "20"])
+    assert made.exit_code == 0, made.output
+    assert "2 drafter layer(s) keep rings of 31, 35 rows" in made.stdout
+    assert "see 20 tokens (--draft-window)" in made.stdout
+    assert any("see 20 tokens (--draft-window)" in line for line in summary_lines(Bundle.open(bundle)))
+    with pytest.raises(EngineError, match="sees 20 tokens"):
+        BundleEngine(Bundle.open(bundle), "ort-cpu")
+    refused = CliRunner().invoke(engines_command.command, [bundle, "--draft-window", "20", "--backend", "ort-cuda"])
+    assert refused.exit_code == 2 and "keeps the whole context" in refused.stderr
+
+
+def test_what_a_window_costs_and_spares(both: Ringed, tmp_path: Path) -> None:
+    ringed, _ = both(MAIN)
+    (tmp_path / "prompts.txt").write_text("why\nand how\n", encoding="utf-8")
+    before = sorted(path.name for path in ringed.parent.iterdir())
+    argv = [str(ringed), "--window", "20", "--prompts", str(tmp_path / "prompts.txt"), "--context", "60"]
+    argv += ["--max-new-tokens", "12", "--threads", "1", "--json"]
+    done = CliRunner().invoke(draft_window_effect.main, argv)
+    assert done.exit_code == 0, done.output
+    without, bounded = json.loads(done.stdout)["engines"]
+    assert (without["same_texts"], bounded["same_texts"]) == (2, 2)
+    assert bounded["drafter_kv_bytes"] < without["drafter_kv_bytes"] and bounded["rounds"] > 0
+    assert sorted(path.name for path in ringed.parent.iterdir()) == before
+    assert "draft_window" not in open_engine(Bundle.open(ringed), "ort-cpu").versions
