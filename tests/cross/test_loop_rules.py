@@ -254,17 +254,17 @@ def test_no_write_passes_the_buffers(bundle: Path, monkeypatch: pytest.MonkeyPat
     """Caches lie between guards, and rows that no call may reach stay as they were."""
     from dflash_runtime import ort_cpu
 
-    guards, buffers = [], []
+    guards, buffers, ringed = [], [], []
     allocate = ort_cpu._allocate
 
-    def guarded(state: Any, capacity: int) -> dict[str, Any]:
+    def guarded(state: Any, capacity: int, rings: Any) -> dict[str, Any]:
         made = {}
-        for name, array in allocate(state, capacity).items():
+        for name, array in allocate(state, capacity, rings).items():
             margin = 64 * array.shape[-1]
             memory = np.full(array.size + 2 * margin, np.float32(7.25))
             guards.extend([memory[:margin], memory[-margin:]])
             made[name] = memory[margin:-margin].reshape(array.shape)
-            buffers.append(made[name])
+            (ringed if name in rings else buffers).append(made[name])
         return made
 
     monkeypatch.setattr(ort_cpu, "_allocate", guarded)
@@ -272,7 +272,8 @@ def test_no_write_passes_the_buffers(bundle: Path, monkeypatch: pytest.MonkeyPat
         for length in (1, CONTEXT - 17, CONTEXT - 1, CONTEXT):
             for block in (1, 4, 16):
                 session.generate(prompt_of(length), config(max_new_tokens=100, block_size=block))
-    assert len(buffers) == 12
+    assert (len(buffers), len(ringed)) == (10, 2)
+    assert {rows.shape[2] for rows in ringed} == {16 + 16 - 1}
     assert all((guard == 7.25).all() for guard in guards)
     for rows in buffers:
         assert rows.shape[2] == CONTEXT + max(16, chunk)
