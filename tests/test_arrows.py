@@ -36,10 +36,13 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "tiny_configs",
 } | {
     "debug_graphs",
+    "int8_product_graphs",
     "ort_probe",
     "portable_reference",
     "reference_building",
     "torch_choices",
+    "torch_int8_products",
+    "torch_loading",
     "torch_oracle",
     "validate_bisect",
 } | {

@@ -19,7 +19,7 @@ from dflash_export.dequantized_weights import read_float_rows
 from dflash_export.deviation import Array, Worst, deviation
 from dflash_export.drafter import Drafter, draft_without_cache, proposals_by_definition
 from dflash_export.drafter_build import DrafterPlan
-from dflash_export.drafter_weights import CODEBOOKS, EMBEDDING, HEAD, PREFIX, load_drafter, set_parameter
+from dflash_export.drafter_weights import CODEBOOKS, PREFIX, load_drafter, quantized_parameters, set_parameter
 from dflash_export.drafter_window_gate import Form, check_drafter_windows
 from dflash_export.evidence import RUN_WINDOW_TOKENS
 from dflash_export.graph_files import load_graph
@@ -158,12 +158,10 @@ class DrafterGate:
 
     def _put_dequantized(self, drafter: Drafter, dtype: torch.dtype) -> None:
         """Gives the drafter the values its quantised matrices have in the bundle, the borrowed ones included."""
-        own = {name: name.removeprefix(PREFIX) for name in self.manifest.quantized if name.startswith(PREFIX)}
-        for parameter, name in [*zip((EMBEDDING, HEAD), self.tables, strict=True), *((p, n) for n, p in own.items())]:
-            if name in self.manifest.quantized:
-                rows = self.token_rows if name in self.tables else None
-                value = read_float_rows(self.root, self.manifest, name, rows).to(dtype)
-                set_parameter(drafter, parameter, torch.nn.Parameter(value, requires_grad=False))
+        for parameter, name in quantized_parameters(self.manifest.quantized, self.tables).items():
+            rows = self.token_rows if name in self.tables else None
+            value = read_float_rows(self.root, self.manifest, name, rows).to(dtype)
+            set_parameter(drafter, parameter, torch.nn.Parameter(value, requires_grad=False))
 
     def _anchor(self, round_: _Round) -> int:
         return (round_.rows * 7919 + round_.block_size) % self.manifest.target.vocab_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,21 @@ class DrafterWeights:
             PREFIX + EMBEDDING if EMBEDDING in self.places else target_embedding,
             PREFIX + HEAD if HEAD in self.places else target_head,
         )
+
+
+def quantized_parameters(quantized: Collection[str], tables: tuple[str, str]) -> dict[str, str]:
+    """The drafter's parameters that a bundle holds quantised, the borrowed ones included.
+
+    Args:
+        quantized: Names of the bundle's quantised weights.
+        tables: Its names of the embedding and the head the drafter uses.
+
+    Returns:
+        Parameter -> name in the bundle.
+    """
+    own = {name.removeprefix(PREFIX): name for name in quantized if name.startswith(PREFIX)}
+    borrowed = zip((EMBEDDING, HEAD), tables, strict=True)
+    return {**own, **{parameter: name for parameter, name in borrowed if name in quantized}}
 
 
 def drafter_shapes(config: DrafterConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:

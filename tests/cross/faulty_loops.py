@@ -80,11 +80,11 @@ class RuntimeFault(NamedTuple):
 
 
 RUNTIME_FAULTS = [
-    RuntimeFault(DropsARow, "state", "drafter_context", 0, "cache"),
-    RuntimeFault(WritesARowLate, "state", "drafter_context", 0, "cache"),
-    RuntimeFault(KeepsStaleTaps, "state", "drafter_context", 0, "cache"),
-    RuntimeFault(ForgetsTheRollback, "state", "target", 0, "cache"),
-    RuntimeFault(SpoilsACacheRow, "state", "target", 1, "cache"),
+    RuntimeFault(DropsARow, "state", "drafter_context", 0, "cached key"),
+    RuntimeFault(WritesARowLate, "state", "drafter_context", 0, "cached key"),
+    RuntimeFault(KeepsStaleTaps, "state", "drafter_context", 0, "cached key"),
+    RuntimeFault(ForgetsTheRollback, "state", "target", 0, "cached key"),
+    RuntimeFault(SpoilsACacheRow, "state", "target", 1, "cached key"),
     RuntimeFault(CommitsOthers, "tokens", "target", None, "token"),
     RuntimeFault(ProposesOthers, "acceptance", "drafter", None, "proposal"),
 ]

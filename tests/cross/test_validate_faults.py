@@ -85,11 +85,9 @@ def test_a_fault_is_named(healthy: Path, reference: Reference, tmp_path: Path, f
 @pytest.mark.parametrize("fault", RUNTIME_FAULTS, ids=lambda fault: fault.backend.__name__)
 def test_a_fault_of_the_loop_is_named(healthy: Path, reference: Reference, fault: RuntimeFault) -> None:
     class Faulty(BundleEngine):
-        def open_backend(self, capacity_rows: int) -> ProbeBackend:
-            return fault.backend(self.probe(capacity_rows), self.bundle.manifest, 16)
-
         def backend(self) -> ProbeBackend:
-            return self.open_backend(self.bundle.manifest.max_context_tokens + 16)
+            manifest = self.bundle.manifest
+            return fault.backend(self.probe(manifest.max_context_tokens + 16), manifest, 16)
 
     verdict = first_failure(healthy, lambda bundle: Faulty(bundle, "ort-cpu", 1), reference)
     assert verdict is not None and verdict.first is not None
@@ -137,11 +135,9 @@ def test_other_lengths_pass(healthy: Path, tmp_path: Path, new_tokens: int) -> N
 @pytest.mark.parametrize("chunk", [1, 3, 7, 64])
 def test_other_pieces_of_the_prefill_pass(healthy: Path, reference: Reference, chunk: int) -> None:
     class Chunked(BundleEngine):
-        def open_backend(self, capacity_rows: int) -> ProbeBackend:
-            return ProbeBackend(self.probe(capacity_rows), self.bundle.manifest, chunk)
-
         def backend(self) -> ProbeBackend:
-            return self.open_backend(self.bundle.manifest.max_context_tokens + 64)
+            manifest = self.bundle.manifest
+            return ProbeBackend(self.probe(manifest.max_context_tokens + 64), manifest, chunk)
 
     assert_healthy(healthy, lambda bundle: Chunked(bundle, "ort-cpu", 1), reference)
 

@@ -6,6 +6,7 @@ A tensor gets its name from the weight that makes it: what is computed with `mod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,19 +16,24 @@ from dflash_engines.half_precision import emulate_half, to_fp32
 from dflash_engines.portable_graph import load_portable
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.engine_record import engine_folder, open_engine
+from dflash_runtime.weights import STORED
 from dflash_runtime.window_rings import Ring
+from dflash_tools.engine_precision import computes_in
+from dflash_tools.int8_product_graphs import keep_activations, round_activations
 from dflash_tools.ort_probe import OrtProbe, open_session, widened
 from dflash_tools.reference_record import CONTEXT, DRAFTER, TARGET
 
 INPUT = ":input"
 _HIDDEN = "hidden_states."
-_PRODUCTS = ("MatMul", "FusedMatMul", "Gemm")
+_PRODUCTS = ("MatMul", "FusedMatMul", "Gemm", "MatMulNBits")
+_PART = re.compile(r"\.(scales|zero_points|blocks|bytes|rows)\b")
+"""What follows a quantised weight's name in those of its parts."""
 PORTABLE = "portable"
 
 
 def open_debug_probe(
     bundle: Bundle, form: str, capacity_rows: int, *, inner: bool = True, exact: bool = False,
-    kinds: Sequence[str] = (TARGET, CONTEXT, DRAFTER),
+    int8_products: bool = False, kinds: Sequence[str] = (TARGET, CONTEXT, DRAFTER),
 ) -> OrtProbe:
     """Opens graphs with their inner tensors in the open.
 
@@ -36,7 +42,9 @@ def open_debug_probe(
         form: `portable`, or a backend whose graphs ONNX Runtime's CPU can execute.
         capacity_rows: Rows of the caches.
         inner: Show inner tensors too.
-        exact: Compute a half-precision portable graph in fp32; otherwise each result is rounded as the graph says.
+        exact: Compute in fp32: a half-precision portable graph, which is rounded as it says otherwise, and a lowered
+            graph's products with quantised weights, which round their activations otherwise.
+        int8_products: Round the activations of a portable graph's products with quantised weights too.
         kinds: Which graphs to open.
     """
     sessions, shown, names = dict[str, Any](), dict[str, dict[str, str]](), set[str]()
@@ -44,8 +52,8 @@ def open_debug_probe(
     folder = bundle.path
     if form != PORTABLE:
         record = open_engine(bundle, form)
-        precision, upcast, folder = record.execution_precision, record.upcast, engine_folder(bundle, form)
-        rings = record.rings
+        precision = record.execution_precision if exact else computes_in(bundle, record)
+        upcast, folder, rings = record.upcast, engine_folder(bundle, form), record.rings
     files = {kind: file for kind, file in bundle.manifest.graph_files().items() if kind in kinds}
     models = {k: load_portable(bundle, f) if form == PORTABLE else ir.load(folder / f) for k, f in files.items()}
     half = form == PORTABLE and precision != "fp32"
@@ -55,13 +63,18 @@ def open_debug_probe(
         if inner:
             shown[kind] = _show(model, _named_values(bundle, files[kind], model) if form != PORTABLE else {})
         models[kind] = edit(model) if half else model
-        names |= {n for n in models[kind].graph.initializers if upcast and n in bundle.manifest.weights}
+        if form != PORTABLE and exact:
+            keep_activations(models[kind])
+        if int8_products:
+            round_activations(models[kind])
+        names |= {n for n in models[kind].graph.initializers if upcast and _is_float(bundle, n)}
     wide = widened(bundle, names)
     for kind, model in models.items():
         own = {n: wide[n] for n in model.graph.initializers if n in wide}
         data: bytes = ir.to_proto(model).SerializeToString()
-        sessions[kind] = open_session(data, bundle.path.resolve(), own, list(own), None)
+        sessions[kind] = open_session(data, bundle.path.resolve(), own, list(own), as_written=form == PORTABLE)
     title = f"{form} graphs" if form == PORTABLE else form
+    title += ", activations in fp32" if form != PORTABLE and exact and bundle.manifest.quantized else ""
     return OrtProbe(title, precision, bundle, sessions, capacity_rows, shown, weights=wide, rings=rings)
 
 
@@ -71,7 +84,7 @@ def inner_values(model: ir.Model) -> dict[str, ir.Value]:
     owners: dict[int, set[str]] = {}
     for value in model.graph.initializers.values():
         outside = isinstance(value.const_value, ir.ExternalTensor)
-        owners[id(value)] = {str(value.name)} if outside else set()
+        owners[id(value)] = {_PART.split(str(value.name))[0]} if outside else set()
     for node in model.graph:
         given = [value for value in node.inputs if value is not None]
         static = [value for value in given if id(value) in owners]
@@ -97,6 +110,10 @@ def _named(
     if node.op_type in _PRODUCTS:
         yield module + INPUT, next(value for value in given if id(value) not in owners)
     yield module, node.outputs[0]
+
+
+def _is_float(bundle: Bundle, name: str) -> bool:
+    return name in bundle.manifest.weights and bundle.manifest.weights[name].dtype in STORED
 
 
 def _is_bias(static: list[ir.Value], owners: dict[int, set[str]]) -> bool:

@@ -21,6 +21,7 @@ from dflash_runtime.device_weights import narrowed
 from dflash_runtime.engine_record import ENGINE_RECORD_NAME
 from dflash_runtime.errors import EngineError
 from dflash_runtime.weights import widened
+from dflash_tools.device_rows import DeviceRows
 from dflash_tools.reference_record import CONTEXT, DRAFTER, TARGET
 from dflash_tools.reference_tensors import Array, Tensors, rows_of, split_taps
 
@@ -81,8 +82,8 @@ class DeviceProbe:
         self.shows_block_rows = record.form == "fused"
         self._buffers = {kind: self._bind(kind, backend.buffers[kind]) for kind in self._graphs}
         sizes = [buffer.size_bytes for own in self._buffers.values() for buffer in own.values()]
-        sizes += [b.size_bytes for caches in self._caches.values() for b in caches.tensors(self._capacity).values()]
         self._staging = self._device.host_memory(max(sizes))
+        self._rows = DeviceRows(self._device, self.precision)
 
     def _bind(self, kind: str, of_backend: dict[str, Buffer]) -> dict[str, Buffer]:
         graph = self._graphs[kind]
@@ -169,18 +170,7 @@ class DeviceProbe:
         return rows_of(array)[: rows - 1 if name.startswith("draft_") else rows]
 
     def _cache_rows(self, model: str, kind: str, start: int, end: int) -> Tensors:
-        places, found = self._caches[model].tensors(self._capacity), {}
-        for tensor in self._facts[kind].state:
-            _, heads, _, size = tensor.shape
-            assert isinstance(heads, int) and isinstance(size, int)
-            row_bytes = size * _ITEM_BYTES[self.precision]
-            pieces = [
-                self._download(places[tensor.output].address + (head * self._capacity + start) * row_bytes,
-                               (end - start) * size, self._dtype()).reshape(end - start, size)
-                for head in range(heads)
-            ]  # fmt: skip
-            found[tensor.output] = np.concatenate(pieces, axis=-1)
-        return found
+        return self._rows.read(self._caches[model], self._facts[kind].state, self._capacity, start, end)
 
     def _dtype(self) -> str:
         return _HALF.get(self.precision, "F32")

@@ -13,6 +13,7 @@ from dflash_runtime.engine_record import engine_folder, open_engine
 from dflash_runtime.errors import BackendError, EngineError
 from dflash_runtime.weights import MappedWeights
 from dflash_runtime.window_rings import Ring, RingRows
+from dflash_tools.engine_precision import computes_in
 from dflash_tools.reference_record import CONTEXT, DRAFTER, TARGET
 from dflash_tools.reference_tensors import Array, Tensors, cache_rows_of, rows_of, split_taps
 
@@ -34,7 +35,7 @@ class OrtProbe:
 
         Args:
             name: For people.
-            precision: What the sessions compute in.
+            precision: What the sessions compute in, as a reference names it.
             bundle: Whose graphs they are.
             sessions: By kind of graph, with an fp32 interface.
             capacity_rows: Rows T of the caches.
@@ -164,7 +165,7 @@ def open_engine_probe(bundle: Bundle, backend: str, capacity_rows: int, threads:
         data = (engine_folder(bundle, backend) / file).read_bytes()
         folded = record.folded_weights.get(file, []) if record.upcast else []
         sessions[kind] = open_session(data, bundle.path.resolve(), wide, folded, threads)
-    return OrtProbe(backend, record.execution_precision, bundle, sessions, capacity_rows, weights=wide,
+    return OrtProbe(backend, computes_in(bundle, record), bundle, sessions, capacity_rows, weights=wide,
                     rings=record.rings)
 
 
@@ -174,8 +175,8 @@ def widened(bundle: Bundle, names: Iterable[str]) -> Weights:
     return {name: ort.OrtValue.ortvalue_from_numpy(mapped.float32(name)) for name in names}
 
 
-def open_session(data: bytes, root: Path, wide: Weights, folded: Sequence[str], threads: int | None = None
-                 ) -> ort.InferenceSession:
+def open_session(data: bytes, root: Path, wide: Weights, folded: Sequence[str], threads: int | None = None, *,
+                 as_written: bool = False) -> ort.InferenceSession:
     """A session over serialised graph.
 
     Args:
@@ -184,6 +185,7 @@ def open_session(data: bytes, root: Path, wide: Weights, folded: Sequence[str], 
         wide: Weights to give by name, in fp32; they must outlive the session.
         folded: Those from which constants are computed when the session opens.
         threads: CPU threads; None lets ONNX Runtime choose.
+        as_written: Dequantise weights as the graph says, in place of kernels that compute with integers.
 
     Raises:
         EngineError: ONNX Runtime refuses the graph.
@@ -193,6 +195,8 @@ def open_session(data: bytes, root: Path, wide: Weights, folded: Sequence[str], 
     options.intra_op_num_threads = threads or 0
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(root))
+    if as_written:
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
     if folded:
         options.add_external_initializers(list(folded), [wide[name] for name in folded])
     for name, value in wide.items():

@@ -13,7 +13,7 @@ from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools.debug_graphs import PORTABLE, open_debug_probe
 from dflash_tools.reference_file import Reference
 from dflash_tools.reference_making import Order, Progress, Prompt, make_reference
-from dflash_tools.reference_record import PairFacts
+from dflash_tools.reference_record import INT8_PRODUCTS, PairFacts, quantization_of
 from dflash_tools.validate_facts import messages_of
 from dflash_tools.validation_prompts import VALIDATION_PROMPTS, fitting, random_prompts
 
@@ -21,7 +21,7 @@ NEW_TOKENS = 24
 
 
 def portable_reference(bundle: Bundle, progress: Progress) -> Reference:
-    """Runs the portable graphs in fp32, for a half-precision bundle also rounded as they say.
+    """Runs the portable graphs in fp32, and rounding: as half-precision graphs say, or as int8 kernels do.
 
     Args:
         bundle: Whose.
@@ -48,12 +48,15 @@ def portable_reference(bundle: Bundle, progress: Progress) -> Reference:
         "the portable graphs", manifest.precision, manifest.target.source.config_sha256,
         None if manifest.drafter is None else manifest.drafter.source.config_sha256, pair,
         manifest.target.vocab_size, manifest.block_sizes, manifest.max_context_tokens, new_tokens, versions,
+        quantization_of(manifest),
     )  # fmt: skip
     oracle = open_debug_probe(bundle, PORTABLE, rows, exact=True)
-    halves = {}
+    twins = {}
     if manifest.precision != "fp32":
-        halves[manifest.precision] = open_debug_probe(bundle, PORTABLE, rows)
-    return make_reference(order, prompts, oracle, halves, progress, {"outputs": 1 << 30, "inner": 1 << 30})
+        twins[manifest.precision] = open_debug_probe(bundle, PORTABLE, rows)
+    if manifest.quantized:
+        twins[INT8_PRODUCTS] = open_debug_probe(bundle, PORTABLE, rows, exact=True, int8_products=True)
+    return make_reference(order, prompts, oracle, twins, progress, {"outputs": 1 << 30, "inner": 1 << 30})
 
 
 def _proposes_likeliest(drafter: DrafterFacts, vocab_size: int) -> bool:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from dflash_export.add_drafter import plan_addition
 from dflash_export.catalog import drafter_template_args
-from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config
+from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config, with_imported_weights
 from dflash_export.drafter_build import DrafterPlan
 from dflash_export.reference_run import quiet_transformers
 from dflash_export.text_files import read_text_facts
@@ -20,8 +20,8 @@ from dflash_runtime.bundle import Bundle, Manifest, SourceFacts
 from dflash_runtime.errors import CheckpointError, PairError
 from dflash_tools.reference_file import Reference
 from dflash_tools.reference_making import Order, Progress, Prompt, make_reference
-from dflash_tools.reference_record import PairFacts
-from dflash_tools.torch_oracle import TorchOracle
+from dflash_tools.reference_record import INT8_PRODUCTS, PairFacts, quantization_of
+from dflash_tools.torch_loading import PairSource
 from dflash_tools.validation_prompts import VALIDATION_PROMPTS, fitting, random_prompts
 
 NEW_TOKENS = 24
@@ -53,7 +53,7 @@ def build_reference(
     checkpoint = find_checkpoint(target or _spelled(manifest.target.source), role="target")
     _require_same(checkpoint, manifest.target.source)
     _require_memory(manifest)
-    config = read_target_config(checkpoint)
+    config = read_target_config(checkpoint, quantized=bool(manifest.quantized))
     plan = None
     if manifest.drafter is not None:
         plan = plan_addition(bundle, drafter or _spelled(manifest.drafter.source))
@@ -62,15 +62,16 @@ def build_reference(
         f"PyTorch {importlib.metadata.version('torch')}", manifest.precision, manifest.target.source.config_sha256,
         None if manifest.drafter is None else manifest.drafter.source.config_sha256,
         pair, manifest.target.vocab_size, manifest.block_sizes, manifest.max_context_tokens,
-        min(new_tokens, max(2, manifest.max_context_tokens // 2)), _versions(),
+        min(new_tokens, max(2, manifest.max_context_tokens // 2)), _versions(), quantization_of(manifest),
     )  # fmt: skip
     encoded = _encode(checkpoint, manifest, pair, prompts, order)
-    halves = sorted({*precisions, *([manifest.precision] if manifest.precision in _HALVES else [])})
-    taps, stored = pair.tap_layer_ids, manifest.precision
-    progress("load in PyTorch", 0, 1 + len(halves))
-    oracle = TorchOracle.load(checkpoint.folder, plan, taps, stored, "fp32")
-    twins = {half: TorchOracle.load(checkpoint.folder, plan, taps, stored, half) for half in halves}
-    progress("load in PyTorch", 1 + len(halves), 1 + len(halves))
+    rounded = sorted({*precisions, *([manifest.precision] if manifest.precision in _HALVES else [])})
+    rounded += [INT8_PRODUCTS] if manifest.quantized else []
+    source = PairSource(manifest, with_imported_weights(checkpoint), plan, pair.tap_layer_ids)
+    progress("load in PyTorch", 0, 1 + len(rounded))
+    oracle = source.load("fp32")
+    twins = {precision: source.load(precision) for precision in rounded}
+    progress("load in PyTorch", 1 + len(rounded), 1 + len(rounded))
     return make_reference(order, encoded, oracle, twins, progress, budgets)
 
 

@@ -11,7 +11,6 @@ from dflash_runtime.bundle import Bundle
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.progress import ProgressLine
 from dflash_tools.prompt_file import read_prompts
-from dflash_tools.quantized_refusal import refuse_quantized
 from dflash_tools.sizes import bytes_text
 
 
@@ -34,7 +33,6 @@ def command(
     `dflash-export validate BUNDLE` then compares any engine with them, on a device without torch.
     """
     opened = Bundle.open(bundle)
-    refuse_quantized(opened, "reference")
     given = [] if prompts is None else read_prompts(prompts, "prompt")
     with needs_extra("export"):
         from dflash_tools.reference_building import build_reference

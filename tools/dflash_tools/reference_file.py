@@ -15,7 +15,7 @@ import numpy as np
 from dflash_export.deviation import deviation
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle, FileFacts, decode, write_text_atomically
 from dflash_runtime.errors import BundleError, OutputError
-from dflash_tools.reference_record import REFERENCE_SCHEMA_VERSION, ReferenceFacts
+from dflash_tools.reference_record import REFERENCE_SCHEMA_VERSION, ReferenceFacts, quantization_of
 from dflash_tools.reference_tensors import Array, is_choice, is_output, sketch
 
 FOLDER = "reference"
@@ -139,6 +139,11 @@ def require_fitting(reference: Reference, bundle: Bundle) -> None:
         )
         if made != here
     ]
+    here = quantization_of(manifest)
+    other = next((n for n in sorted(facts.quantized.keys() | here) if facts.quantized.get(n) != here.get(n)), None)
+    if other is not None:
+        made, held = (held.get(other, "not quantised") for held in (facts.quantized, here))
+        problems.append(f"it was made for {other} as {made}, the bundle has it as {held}")
     if problems:
         raise BundleError(
             f"The reference does not fit {bundle.path}: {'; '.join(problems)}. Make it again: "

@@ -1,4 +1,4 @@
-"""Makes a reference: an oracle says what is right, half-precision twins of it say how far they deviate from it."""
+"""Makes a reference: an oracle says what is right, twins of it that round say how far they deviate from it."""
 
 from __future__ import annotations
 
@@ -64,10 +64,11 @@ class Order:
     max_context_tokens: int
     new_tokens: int
     versions: dict[str, str]
+    quantized: dict[str, str]
 
 
 def make_reference(
-    order: Order, prompts: Sequence[Prompt], oracle: GraphProbe, halves: Mapping[str, GraphProbe], progress: Progress,
+    order: Order, prompts: Sequence[Prompt], oracle: GraphProbe, twins: Mapping[str, GraphProbe], progress: Progress,
     budgets: Mapping[str, int] | None = None,
 ) -> Reference:
     """Runs the oracle over every text and call.
@@ -76,7 +77,7 @@ def make_reference(
         order: What to cover.
         prompts: At least one.
         oracle: In fp32.
-        halves: Half precision -> the same models in it.
+        twins: Half precision, or `int8 products` -> the same models, rounding so.
         progress: Called with stage, done, total.
         budgets: Bytes of outputs and of inner tensors above which their rows are sketched.
     """
@@ -89,7 +90,7 @@ def make_reference(
         calls += own
     progress("reference texts", len(prompts), len(prompts))
     results = _run(calls, texts, oracle, progress)
-    own_deviations = {name: _own(calls, results, texts, half) for name, half in halves.items()}
+    own_deviations = {name: _own(calls, results, texts, twin) for name, twin in twins.items()}
     sketched = _keep(calls, results, arrays, budgets or BUDGET_BYTES)
     for n, text in enumerate(texts):
         logits = results[text.whole_call]["logits"][len(text.ids) - 1 : -1]
@@ -100,7 +101,7 @@ def make_reference(
     facts = ReferenceFacts(
         REFERENCE_SCHEMA_VERSION, order.oracle, order.precision, order.config_sha256,
         order.drafter_config_sha256, order.pair, texts, calls, names,
-        sketched, own_deviations, order.versions,
+        sketched, own_deviations, order.versions, order.quantized,
     )  # fmt: skip
     return Reference(facts, arrays)
 
@@ -190,7 +191,7 @@ def _run(calls: Sequence[Call], texts: Sequence[ReferenceText], probe: GraphProb
     return results
 
 
-def _own(calls: Sequence[Call], exact: Sequence[Tensors], texts: Sequence[ReferenceText], half: GraphProbe
+def _own(calls: Sequence[Call], exact: Sequence[Tensors], texts: Sequence[ReferenceText], twin: GraphProbe
          ) -> OwnDeviation:
     """The twin's deviation from the oracle on the same calls, each given the oracle's own taps."""
     tensors, state = dict[str, float](), dict[str, float]()
@@ -198,15 +199,15 @@ def _own(calls: Sequence[Call], exact: Sequence[Tensors], texts: Sequence[Refere
     own_taps: Array | None = None
     for number, call in enumerate(calls):
         if number == 0 or call.sequence != calls[number - 1].sequence:
-            half.reset()
+            twin.reset()
         whole, expected = texts[call.text].whole_call, exact[number]
-        found = run_call(half, call, joined_taps(exact[whole]))
+        found = run_call(twin, call, joined_taps(exact[whole]))
         _add_deviations(tensors, call.graph, found, expected)
         if call.graph == TARGET:
             _add_deviations(state, call.graph, found, expected)
             own_taps = joined_taps(found) if number == whole else own_taps
         elif call.graph == CONTEXT and call.position == 0 and own_taps is not None and call.rows == len(own_taps):
-            _add_deviations(state, call.graph, half.context(own_taps, 0), expected)
+            _add_deviations(state, call.graph, twin.context(own_taps, 0), expected)
         for model, name in ((TARGET, "logits"), ("drafter", "draft_logits")):
             if name in found:
                 margins[model] = max(margins[model], _margin_change(found[name], expected[name]))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from dflash_runtime.bundle import Manifest
+
 REFERENCE_SCHEMA_VERSION = 1
 TARGET, CONTEXT, DRAFTER = "target", "drafter_context", "drafter"
+INT8_PRODUCTS = "int8 products"
+"""Computing in fp32 but for products with quantised weights, whose activations are rounded to int8."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class OwnDeviation:
-    """How far PyTorch in a half precision is from PyTorch in fp32: what a bound is a multiple of."""
+    """How far PyTorch that rounds what it computes is from PyTorch in fp32: what a bound is a multiple of."""
 
     tensors: dict[str, float]
     """`graph/name` -> largest relative deviation over all calls."""
@@ -111,5 +115,16 @@ class ReferenceFacts:
     sketched: list[str]
     """`outputs`, `inner`: kinds of which rows are sketched."""
     own: dict[str, OwnDeviation]
-    """Half precision -> PyTorch's own deviation in it."""
+    """Half precision, or `int8 products` -> PyTorch's own deviation in it."""
     versions: dict[str, str]
+    quantized: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Quantised weights of the bundle -> how they are held, in words."""
+
+
+def quantization_of(manifest: Manifest) -> dict[str, str]:
+    """How each quantised weight of a bundle is held, in words."""
+    return {
+        name: f"int{facts.bits}, {'per channel' if facts.group_size is None else f'groups of {facts.group_size}'}, "
+        f"{'symmetric' if facts.zero_points is None else 'asymmetric'}, {facts.origin}"
+        for name, facts in manifest.quantized.items()
+    }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from dflash_export.drafter import Drafter, masked_attention
-from dflash_export.drafter_build import DrafterPlan
-from dflash_export.drafter_weights import PREFIX, load_drafter
+from dflash_export.drafter_weights import PREFIX, quantized_parameters
 from dflash_export.reference_run import Step, TargetReference
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
 from dflash_tools.reference_tensors import Array, Tensors, cache_rows_of, rows_of
 from dflash_tools.torch_choices import choices
+from dflash_tools.torch_int8_products import round_activations, rounded_to_int8
 
 INPUT = ":input"
 _BEFORE_ROWS = re.compile(r"(k_proj|k_proj:input|k_norm|v_proj|input_layernorm|attention_conv\.kernel_projection)$")
@@ -53,37 +52,24 @@ class TorchOracle:
         self._watching = False
         self._taps: list[Tensor] = []
         self._attention_next: str | None = None
+        self._taps_block: int | None = None
         self._watch_target()
         if drafter is not None:
             self._watch_drafter(drafter)
         self.reset()
 
-    @classmethod
-    def load(cls, folder: Path, drafter: DrafterPlan | None, tap_layer_ids: Sequence[int], stored: str, precision: str
-             ) -> TorchOracle:
-        """Loads both models.
+    def round_activations(self, blocks: Mapping[str, int], tables: tuple[str, str]) -> None:
+        """From now on products with quantised weights round what they are given, as int8 kernels do.
 
         Args:
-            folder: The target's checkpoint.
-            drafter: The drafter's.
-            tap_layer_ids: As the drafter wants them.
-            stored: Precision to which the bundle rounds the weights.
-            precision: What is computed in; fp32, or a half precision.
+            blocks: Bundle name of a weight -> activations that share a scale.
+            tables: Bundle names of the embedding and the head the drafter uses.
         """
-        dtypes = {name: TORCH_DTYPES[spelling] for name, spelling in PRECISIONS.items()}
-        target = TargetReference.load(folder, dtypes[stored if precision == "fp32" else precision])
-        if precision == "fp32":
-            target.model.float()
-        module = None
-        name = next(n for n, m in target.model.named_modules() if m is target.model.get_input_embeddings())
-        if drafter is not None:
-            table, head = target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight
-            dtype = dtypes[stored if precision == "fp32" else precision]
-            module = load_drafter(drafter.config, drafter.weights, table, head, dtype)
-            module = module.float() if precision == "fp32" else module
-            own, _ = drafter.weights.table_names(f"{name}.weight", "")
-            name = own.removesuffix(".weight")
-        return cls(target, tap_layer_ids, module, precision, name)
+        round_activations(self._target.model, blocks)
+        if self._drafter is not None:
+            names = quantized_parameters(blocks, tables)
+            round_activations(self._drafter, {parameter: blocks[name] for parameter, name in names.items()})
+            self._taps_block = blocks.get(f"{PREFIX}fc.weight")
 
     def can_draft(self, size: int) -> bool:
         """See `GraphProbe.can_draft`."""
@@ -112,6 +98,8 @@ class TorchOracle:
         """See `GraphProbe.context`."""
         drafter = self._need_drafter()
         given = torch.from_numpy(taps)[None].to(self._dtype)
+        if self._taps_block is not None:
+            given = rounded_to_int8(given, self._taps_block)
         self._taps = [torch.cat([*(t[:, :position] for t in self._taps), given], dim=1)]
         self._seen, self._watching = {}, True
         fused = functional.linear(given.float(), drafter.fc.weight.float())

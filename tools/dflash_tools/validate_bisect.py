@@ -11,12 +11,12 @@ from dflash_runtime.bundle import Bundle
 from dflash_tools.debug_graphs import PORTABLE, ancestors, inner_values, open_debug_probe
 from dflash_tools.reference_calls import capacity_rows
 from dflash_tools.reference_file import Reference
-from dflash_tools.reference_record import CONTEXT, DRAFTER, TARGET
+from dflash_tools.reference_record import CONTEXT, DRAFTER, INT8_PRODUCTS, TARGET
 from dflash_tools.reference_tensors import is_output
 from dflash_tools.validate_comparison import Bounds, Difference
-from dflash_tools.validate_graph import CallResult, describe, run_calls
+from dflash_tools.validate_graph import CallResult, check_graphs, describe, run_calls
 from dflash_tools.validate_places import place_of
-from dflash_tools.validate_verdict import Divergence
+from dflash_tools.validate_verdict import Divergence, Verdict
 
 _DEBUG_FORMS = ("ort-cpu",)
 """Backends whose lowered graphs ONNX Runtime's CPU executes as they are."""
@@ -36,10 +36,10 @@ def look_inside(bundle: Bundle, reference: Reference, backend: str, precision: s
     Returns:
         The divergence, None where no debug engine shows the fault, and which of them were asked, in words.
     """
-    bounds, asked = Bounds(reference, precision), []
+    precision = "fp32" if precision == INT8_PRODUCTS else precision  # debug engines leave that rounding out
+    bounds, asked, exact = Bounds(reference, precision), [], precision == "fp32"
     rows = capacity_rows(reference.facts.calls, max(bundle.manifest.block_sizes))
     for form in (PORTABLE, *(one for one in _DEBUG_FORMS if one == backend)):
-        exact = form == PORTABLE and precision == "fp32"
         kinds = (TARGET,) if bad.call.graph == TARGET else (CONTEXT, DRAFTER)
         probe = open_debug_probe(bundle, form, rows, exact=exact, kinds=kinds)
         if probe.precision != precision:
@@ -51,6 +51,19 @@ def look_inside(bundle: Bundle, reference: Reference, backend: str, precision: s
             model = load_portable(bundle, bundle.manifest.graph_files()[bad.call.graph])  # type: ignore[index]
             return _first_inside(seen, reference, model, f"debug engine ({probe.name})"), ", ".join(asked)
     return None, ", ".join(asked)
+
+
+def check_without_rounding(bundle: Bundle, backend: str, reference: Reference) -> tuple[Verdict, CallResult | None]:
+    """Level `graph` on an engine's own graphs whose products with quantised weights compute in fp32: to 1e-4.
+
+    Args:
+        bundle: What is validated.
+        backend: One whose graphs ONNX Runtime's CPU executes.
+        reference: What is right.
+    """
+    rows = capacity_rows(reference.facts.calls, max(bundle.manifest.block_sizes))
+    probe = open_debug_probe(bundle, backend, rows, inner=False, exact=True)
+    return check_graphs(probe, reference, Bounds(reference, "fp32"), ", activations in fp32")
 
 
 def _first_inside(seen: CallResult, reference: Reference, model: ir.Model, seen_on: str) -> Divergence:

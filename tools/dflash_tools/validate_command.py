@@ -13,7 +13,6 @@ from dflash_runtime.errors import BundleError, DFlashError
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.progress import ProgressLine
 from dflash_tools.prompt_file import read_prompts
-from dflash_tools.quantized_refusal import refuse_quantized
 
 if TYPE_CHECKING:
     from dflash_tools.reference_file import Reference
@@ -44,7 +43,6 @@ def command(bundle: Path, backend: str, as_json: bool, html: Path | None, levels
     fails, or nothing was checked.
     """
     opened = Bundle.open(bundle)
-    refuse_quantized(opened, "validate")
     with ProgressLine() as progress, needs_extra("ort"):
         from dflash_tools.validate_engine import open_bundle_engine
         from dflash_tools.validate_run import validate

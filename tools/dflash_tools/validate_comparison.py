@@ -9,12 +9,14 @@ import numpy as np
 from dflash_runtime.bundle import CheckRow
 from dflash_runtime.errors import BundleError
 from dflash_tools.reference_file import Reference
+from dflash_tools.reference_record import INT8_PRODUCTS
 from dflash_tools.reference_tensors import Array, Tensors, is_choice, is_output, sketch
 
 EXACT_TOLERANCE = 1e-4
 """fp32 against fp32, relative: other kernels sum in another order. The build's own gate takes the same."""
 ROUNDED_FACTOR = 3.0
-"""In half precision a tensor may deviate from fp32 this many times as far as PyTorch itself does in that precision."""
+"""Where results are rounded a tensor may deviate from fp32 this many times as far as PyTorch itself does with the same
+rounding: a half precision, or activations of quantised products in int8."""
 
 
 class Bounds:
@@ -33,7 +35,8 @@ class Bounds:
         if own is None:
             raise BundleError(
                 f"The reference does not say how far PyTorch itself deviates in {precision}, so nothing can be judged. "
-                f"Make it again: dflash-export reference BUNDLE --precision {precision}"
+                f"Make it again: dflash-export reference BUNDLE"
+                + ("" if precision == INT8_PRODUCTS else f" --precision {precision}")
             )
         infinite = [name for name, value in own.tensors.items() if not np.isfinite(value)]
         if infinite:

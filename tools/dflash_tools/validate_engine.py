@@ -11,10 +11,10 @@ from dflash_runtime.device_engine import read_device_engine
 from dflash_runtime.engine_record import open_engine
 from dflash_runtime.errors import BackendError, EngineError
 from dflash_tools.device_probe import DeviceProbe, engines_of
+from dflash_tools.engine_precision import computes_in
 from dflash_tools.error_lines import needs_extra
 from dflash_tools.graph_probe import GraphProbe, ProbeBackend
 from dflash_tools.ring_lines import DRAFT_WINDOW
-from dflash_tools.validate_state import OpenBackend
 
 PORTABLE = "portable"
 """The portable graphs, in place of a backend."""
@@ -28,16 +28,13 @@ class Engine(Protocol):
 
     name: str
     precision: str
-    """fp32, fp16 or bf16: what it computes in."""
+    """fp32, fp16, bf16 or `int8 products`: what it computes in."""
 
     def backend(self) -> Backend:
         """As the runtime executes it."""
 
     def probe(self, capacity_rows: int) -> GraphProbe:
         """Its graphs with every output in the open."""
-
-    def open_backend(self, capacity_rows: int) -> OpenBackend:
-        """A backend whose caches can be looked at."""
 
     def can_draft(self, size: int) -> bool:
         """Whether it drafts blocks of this size as such, and not as a larger block that is cut."""
@@ -61,7 +58,7 @@ class BundleEngine:
                     f"The engine's drafter sees {window} tokens (--draft-window), the reference's the whole context: "
                     f"their proposals differ. Make it without: dflash-export engines {bundle.path}"
                 )
-            self.precision = record.execution_precision
+            self.precision = computes_in(bundle, record)
 
     def backend(self) -> Backend:
         """See `Engine.backend`."""
@@ -69,7 +66,7 @@ class BundleEngine:
             return open_backend(self.name, self.bundle, self._threads, PREFILL_CHUNK_TOKENS)
         manifest = self.bundle.manifest
         rows = manifest.max_context_tokens + max(PREFILL_CHUNK_TOKENS, *manifest.block_sizes)
-        return self.open_backend(rows)
+        return ProbeBackend(self.probe(rows), manifest, PREFILL_CHUNK_TOKENS)
 
     def probe(self, capacity_rows: int) -> GraphProbe:
         """See `Engine.probe`."""
@@ -80,10 +77,6 @@ class BundleEngine:
         with needs_extra("ort"):
             from dflash_tools.ort_probe import open_engine_probe
         return open_engine_probe(self.bundle, self.name, capacity_rows, self._threads)
-
-    def open_backend(self, capacity_rows: int) -> OpenBackend:
-        """See `Engine.open_backend`."""
-        return ProbeBackend(self.probe(capacity_rows), self.bundle.manifest, PREFILL_CHUNK_TOKENS)
 
     def can_draft(self, size: int) -> bool:
         """See `Engine.can_draft`."""
@@ -125,10 +118,6 @@ class DeviceEngine:
     def can_draft(self, size: int) -> bool:
         """See `Engine.can_draft`."""
         return self._opened().can_draft(size)
-
-    def open_backend(self, capacity_rows: int) -> OpenBackend:
-        """See `Engine.open_backend`."""
-        return ProbeBackend(self.probe(capacity_rows), self.bundle.manifest, self._backend.prefill_chunk_tokens)
 
     def close(self) -> None:
         """See `Engine.close`."""

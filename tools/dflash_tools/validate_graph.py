@@ -68,13 +68,16 @@ def _choices(call: Call, found: Tensors) -> list[Difference]:
     return [Difference(ids, wrong.astype(np.float64), 0.0)]
 
 
-def check_graphs(probe: GraphProbe, reference: Reference, bounds: Bounds) -> tuple[Verdict, CallResult | None]:
+def check_graphs(
+    probe: GraphProbe, reference: Reference, bounds: Bounds, words: str = ""
+) -> tuple[Verdict, CallResult | None]:
     """Compares every output of every call.
 
     Args:
         probe: The engine.
         reference: What is right.
         bounds: What is allowed in the engine's precision.
+        words: What is special about the probe, behind each row's name.
 
     Returns:
         The verdict, and the first call that is wrong, for a closer look.
@@ -83,15 +86,16 @@ def check_graphs(probe: GraphProbe, reference: Reference, bounds: Bounds) -> tup
     for result in run_calls(probe, reference, bounds):
         for one in result.compared:
             if is_output(one.name):
-                worst.add(f"{result.call.graph} {_kind(one.name)}", one.worst, one.allowed)
-        worst.add(f"{result.call.graph} kept rows", float(len(result.kept_rows_changed)), 0.0)
+                worst.add(f"{result.call.graph} {_kind(one.name)}{words}", one.worst, one.allowed)
+        worst.add(f"{result.call.graph} kept rows{words}", float(len(result.kept_rows_changed)), 0.0)
         if result.kept_rows_changed or any(one.is_wrong and is_output(one.name) for one in result.compared):
             bad.append(result)
     first = min(bad, key=lambda result: _ORDER[result.call.graph], default=None)
     calls = reference.facts.calls
     sequences, rows = len({call.sequence for call in calls}), [call.rows for call in calls]
     covered = f"{sequences} sequences of calls of {min(rows)} to {max(rows)} rows, rollbacks among them"
-    found = None if first is None else first_divergence(first, reference, "engine")
+    seen_on = f"debug engine ({probe.name})" if words else "engine"
+    found = None if first is None else first_divergence(first, reference, seen_on)
     return judge("graph", worst.rows(covered), found), first
 
 

@@ -41,7 +41,7 @@ class QuantizedMatMulPass(ir.passes.InPlacePass):
         """See the class."""
         changed = 0
         for node in list(model.graph):
-            matrix = _weight_of(node)
+            matrix = quantized_weight_of(node)
             block = None if matrix is None else block_size(matrix)
             if matrix is not None and block is not None:
                 self._rewrite(node, matrix, block)
@@ -65,16 +65,22 @@ class QuantizedMatMulPass(ir.passes.InPlacePass):
         replace(node.outputs[0], emit(node, "MatMulNBits", inputs, attributes, domain=MICROSOFT_DOMAIN))
 
 
-def _weight_of(node: ir.Node) -> QuantizedMatrix | None:
+def quantized_weight_of(node: ir.Node) -> QuantizedMatrix | None:
+    """The quantised matrix that a MatMul multiplies by; None for other nodes."""
     transpose = made_by(node.inputs[1], "Transpose") if node.op_type == "MatMul" else None
     return None if transpose is None else find_quantized(transpose.inputs[0])
 
 
 def block_size(matrix: QuantizedMatrix) -> int | None:
     """Inputs in one block of the kernel: a group, or a power of two that divides a row with one scale."""
-    if matrix.group_size is not None:
-        return matrix.group_size
-    return next((size for size in _BLOCKS if matrix.columns % size == 0), None)
+    return activation_block(matrix.group_size, matrix.columns)
+
+
+def activation_block(group_size: int | None, columns: int) -> int | None:
+    """How many activations are rounded by one scale, beside a weight of such groups; None where no kernel fits."""
+    if group_size is not None:
+        return group_size
+    return next((size for size in _BLOCKS if columns % size == 0), None)
 
 
 def _scales(node: ir.Node, matrix: QuantizedMatrix, blocks: int) -> ir.Value:
