@@ -15,7 +15,7 @@ from recorded_engines import BACKENDS, write_recorded_engines
 from recording_device import RecordingDevice
 
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.device_backend import open_engines
+from dflash_runtime.device_backend import DeviceBackend, open_engines
 from dflash_runtime.device_caches import DeviceCaches
 from dflash_tools.reference_building import build_reference
 from dflash_tools.reference_file import Reference
@@ -93,3 +93,54 @@ def test_a_row_the_device_loses_is_named(
     assert verdict.first is not None
     assert verdict.notes == ["the fault is the engine's own: it does not show on portable graphs"]
     assert (verdict.first.graph, verdict.first.tensor, verdict.first.seen_on) == ("target", "present.0.key", "engine")
+
+
+def drops_the_first_row(self: Any, new_rows: Sequence[int], call_rows: int, rows: int, position: int) -> None:
+    """The row of the anchor is not committed in rounds; the others are."""
+    if position == 0 or rows < 2:
+        COMMIT(self, new_rows, call_rows, rows, position)
+        return
+    sizes = [len(group.members) * group.heads for group in self.groups]
+    assert all(sizes)
+    later = [source + group.row_bytes for source, group in zip(new_rows, self.groups, strict=True)]
+    COMMIT(self, later, call_rows, rows - 1, position + 1)
+
+
+def forgets_rows_that_move(self: Any, least: int, rows: int, committed_rows: int) -> None:
+    """Caches change to another layout and the rows stay where they were."""
+    MOVE(self, least, rows, 0)
+
+
+def appends_every_other_time(self: Any, block_size: int) -> None:
+    """A cycle on the device forgets its tap rows now and then: the drafter's rows are those of a rejected block."""
+    if self._enqueued % 2:
+        self.append_context(block_size, self._position)
+    self._numbers.advance()
+
+
+COMMIT, MOVE = DeviceCaches.commit, DeviceCaches._move
+
+
+@pytest.mark.parametrize(
+    ("form", "owner", "name", "fault", "graph"),
+    [
+        ("primitive", DeviceCaches, "commit", drops_the_first_row, "target"),
+        ("primitive", DeviceCaches, "_move", forgets_rows_that_move, "target"),
+        ("fused", DeviceBackend, "_append_and_advance", appends_every_other_time, "drafter_context"),
+    ],
+)
+def test_the_state_level_reads_what_the_backend_holds(
+    bundle: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, form: str, owner: Any, name: str, fault: Any,
+    graph: str,
+) -> None:  # fmt: skip
+    """Faults of the backend's own bookkeeping: its engines are right, and so is every call on caches of its own."""
+    monkeypatch.setattr(owner, name, fault)
+    (verdict,) = validated(bundle, form, reference, ("state",)).verdicts
+    assert verdict.status == "failed" and verdict.first is not None
+    found, text = verdict.first, reference.facts.texts[0]
+    assert (found.graph, found.layer, found.part, found.tensor) == (graph, 0, "cached key", "present.0.key")
+    row = int(found.where.split()[1])
+    assert f"(position {row}) of text 0, after the decode loop" in found.where
+    assert row < len(text.ids) + len(text.tokens) - 1
+    if name == "commit":
+        assert row in {one.position for one in text.rounds}

@@ -13,25 +13,13 @@ from faulty_loops import RUNTIME_FAULTS, RuntimeFault
 from pairs import HALF_PAIRS, quiet
 from planted_faults import FAULTS, Fault
 from planting import NEUTRAL_NODES, NEUTRAL_PLACES, PAIR, graph, insert, overflows_in_half
+from validation_runs import LEVELS, assert_healthy, first_failure, make, ort_cpu, portable, stored
 
 from dflash_runtime.bundle import Bundle
 from dflash_tools.graph_probe import ProbeBackend
-from dflash_tools.reference_building import build_reference
-from dflash_tools.reference_file import Reference, read_reference, write_reference
+from dflash_tools.reference_file import Reference
 from dflash_tools.validate_engine import BundleEngine
 from dflash_tools.validate_run import validate
-from dflash_tools.validate_verdict import Verdict
-
-LEVELS = ("graph", "state", "tokens", "acceptance")
-
-
-def make(bundle: Path, folder: Path, **options: Any) -> None:
-    write_reference(build_reference(Bundle.open(bundle, check_files=False), None, None, quiet, **options), folder)
-
-
-def stored(folder: Path) -> Reference:
-    (place,) = folder.iterdir()
-    return read_reference(place)
 
 
 @pytest.fixture(scope="module")
@@ -43,31 +31,6 @@ def healthy(exported: Make) -> Path:
 def reference(healthy: Path, once: Once) -> Reference:
     folder = once("validated-reference", lambda f: make(healthy, f / "r", new_tokens=12, prompts=["sky", "2 + 2"]))
     return stored(folder / "r")
-
-
-def first_failure(bundle: Path, engine: Any, reference: Reference) -> Verdict | None:
-    """Levels one by one; the first that fails."""
-    opened = Bundle.open(bundle, check_files=False)
-    for level in LEVELS:
-        (verdict,) = validate(opened, engine(opened), reference, quiet, (level,)).verdicts
-        if verdict.status == "failed":
-            return verdict
-    return None
-
-
-def assert_healthy(bundle: Path, engine: Any, reference: Reference) -> None:
-    opened = Bundle.open(bundle, check_files=False)
-    found = validate(opened, engine(opened), reference, quiet, LEVELS)
-    assert [verdict.first for verdict in found.verdicts] == [None] * len(LEVELS)
-    assert found.passed
-
-
-def portable(bundle: Bundle) -> BundleEngine:
-    return BundleEngine(bundle, "portable")
-
-
-def ort_cpu(bundle: Bundle) -> BundleEngine:
-    return BundleEngine(bundle, "ort-cpu", threads=1)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

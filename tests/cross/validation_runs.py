@@ -1,0 +1,51 @@
+"""How tests validate a bundle: references made and kept, levels one by one, and what healthy means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pairs import quiet
+
+from dflash_runtime.bundle import Bundle
+from dflash_tools.reference_building import build_reference
+from dflash_tools.reference_file import Reference, read_reference, write_reference
+from dflash_tools.validate_engine import BundleEngine
+from dflash_tools.validate_run import validate
+from dflash_tools.validate_verdict import Verdict
+
+LEVELS = ("graph", "state", "tokens", "acceptance")
+
+
+def make(bundle: Path, folder: Path, **options: Any) -> None:
+    write_reference(build_reference(Bundle.open(bundle, check_files=False), None, None, quiet, **options), folder)
+
+
+def stored(folder: Path) -> Reference:
+    (place,) = folder.iterdir()
+    return read_reference(place)
+
+
+def first_failure(bundle: Path, engine: Any, reference: Reference) -> Verdict | None:
+    """Levels one by one; the first that fails."""
+    opened = Bundle.open(bundle, check_files=False)
+    for level in LEVELS:
+        (verdict,) = validate(opened, engine(opened), reference, quiet, (level,)).verdicts
+        if verdict.status == "failed":
+            return verdict
+    return None
+
+
+def assert_healthy(bundle: Path, engine: Any, reference: Reference) -> None:
+    opened = Bundle.open(bundle, check_files=False)
+    found = validate(opened, engine(opened), reference, quiet, LEVELS)
+    assert [verdict.first for verdict in found.verdicts] == [None] * len(LEVELS)
+    assert found.passed
+
+
+def portable(bundle: Bundle) -> BundleEngine:
+    return BundleEngine(bundle, "portable")
+
+
+def ort_cpu(bundle: Bundle) -> BundleEngine:
+    return BundleEngine(bundle, "ort-cpu", threads=1)
