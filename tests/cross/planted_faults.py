@@ -171,7 +171,7 @@ GRAPHS = [
 FACTS = [
     of_pair("a stop id", "tokens", "stop ids", manifest(lambda d: d["text"].update(stop_token_ids=[257]))),
     of_pair("a template", "tokens", THINKING, text_file("chat_template.jinja", lambda t: t.replace("t: ", "t:"))),
-    of_pair("a tokenizer", "tokens", THINKING, text_file("tokenizer.json", swap_two_letters), "ids of prompt"),
+    of_pair("a tokenizer", "tokens", "tokenizer", text_file("tokenizer.json", swap_two_letters), "ids of prompt"),
     of_pair("thinking mode", "acceptance", THINKING,
             manifest(lambda d: d["text"].update(template_args={"enable_thinking": True})), "template arguments"),
     of_pair("the mask id", "acceptance", "mask id", manifest(lambda d: d["drafter"].update(mask_token_id=510))),

@@ -14,7 +14,7 @@ from dflash_tools.debug_graphs import PORTABLE, open_debug_probe
 from dflash_tools.reference_file import Reference
 from dflash_tools.reference_making import Order, Progress, Prompt, make_reference
 from dflash_tools.reference_record import INT8_PRODUCTS, PairFacts, quantization_of
-from dflash_tools.validate_facts import messages_of
+from dflash_tools.validate_facts import ids_of, rendered_by
 from dflash_tools.validation_prompts import VALIDATION_PROMPTS, fitting, random_prompts
 
 NEW_TOKENS = 24
@@ -67,12 +67,11 @@ def _proposes_likeliest(drafter: DrafterFacts, vocab_size: int) -> bool:
 def _prompts(bundle: Bundle, new_tokens: int) -> list[Prompt]:
     tokenizer, manifest = Tokenizer.open(bundle), bundle.manifest
     given: list[tuple[Any, list[int]]] = [(None, ids) for ids in random_prompts(manifest.target.vocab_size)]
-    if tokenizer is not None and tokenizer.has_chat_template:
-        given = [(text, tokenizer.encode_messages(messages_of(text))) for text in VALIDATION_PROMPTS]
-    elif tokenizer is not None:
-        given = [(text, tokenizer.encode_text(text)) for text in VALIDATION_PROMPTS]
+    if tokenizer is not None:
+        given = [(text, ids_of(tokenizer, text)) for text in VALIDATION_PROMPTS]
     found = []
     for prompt, ids in given:
         kept = fitting(ids, manifest.max_context_tokens, new_tokens)
-        found.append(Prompt(prompt if kept == ids else None, kept))
+        rendered = "" if tokenizer is None else rendered_by(tokenizer, prompt)
+        found.append(Prompt(prompt, kept, rendered) if kept == ids else Prompt(None, kept))
     return found

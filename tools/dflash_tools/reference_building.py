@@ -22,6 +22,7 @@ from dflash_tools.reference_file import Reference
 from dflash_tools.reference_making import Order, Progress, Prompt, make_reference
 from dflash_tools.reference_record import INT8_PRODUCTS, PairFacts, quantization_of
 from dflash_tools.torch_loading import PairSource
+from dflash_tools.validate_facts import messages_of
 from dflash_tools.validation_prompts import VALIDATION_PROMPTS, fitting, random_prompts
 
 NEW_TOKENS = 24
@@ -138,15 +139,14 @@ def _encode(
     found = []
     for given in prompts or VALIDATION_PROMPTS:
         if isinstance(given, str) and not manifest.text.has_chat_template:
-            ids = tokenizer(given).input_ids
+            ids, rendered = tokenizer(given).input_ids, given
         else:
-            messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-            ids = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **pair.template_args
-            )
+            how = {"conversation": messages_of(given), "add_generation_prompt": True, **pair.template_args}
+            ids = tokenizer.apply_chat_template(tokenize=True, return_dict=False, **how)
+            rendered = tokenizer.apply_chat_template(tokenize=False, **how)
         whole = [int(token) for token in ids]
         kept = fitting(whole, *room)
-        found.append(Prompt(given if kept == whole else None, kept))
+        found.append(Prompt(given, kept, rendered) if kept == whole else Prompt(None, kept))
     return found
 
 

@@ -48,6 +48,8 @@ class Prompt:
 
     given: Any
     ids: list[int]
+    rendered: str = ""
+    """Behind the chat template."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _text(order: Order, prompt: Prompt, oracle: GraphProbe, index: int, before: 
         if index == 0:
             sizes = sorted({2, *order.block_sizes})
             calls += drafter_calls(index, first + 3, prompt.ids, whole, sizes, pair.mask_token_id)
-    return ReferenceText(prompt.given, prompt.ids, tokens, size, rounds, whole_call), calls
+    return ReferenceText(prompt.given, prompt.ids, tokens, size, rounds, whole_call, prompt.rendered), calls
 
 
 def generate(oracle: GraphProbe, ids: Sequence[int], new_tokens: int, block_size: int, mask: int | None

@@ -57,6 +57,8 @@ class ReferenceText:
     """Empty without a drafter."""
     whole_call: int
     """Index of the call that ran prompt and tokens at once: its KV rows are what every cache must hold."""
+    rendered: str = dataclasses.field(default_factory=str)
+    """The prompt behind the chat template, which the tokenizer is given; empty where only ids were given."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,9 @@ from dflash_runtime.backend import Backend
 from dflash_runtime.bundle import CheckRow
 from dflash_tools.acceptance import mean_acceptance
 from dflash_tools.reference_file import Reference
+from dflash_tools.reference_record import ReferenceText
 from dflash_tools.validate_comparison import Bounds
-from dflash_tools.validate_facts import Fact
+from dflash_tools.validate_facts import Fact, ids_of
 from dflash_tools.validate_state import replay_rounds
 from dflash_tools.validate_tokens import margin_of
 from dflash_tools.validate_verdict import Divergence, Verdict, judge
@@ -69,33 +70,45 @@ def check_acceptance(
             max_new_tokens=len(text.tokens), block_size=text.block_size, stop_token_ids=(), reuse_prefix=False
         )
         result = session.generate(text.ids, config)
-        lengths.append(result.acceptance_lengths)
+        own = _own_ids(session, text)
+        lengths.append((result if own == text.ids else session.generate(own, config)).acceptance_lengths)
         count = next((n for n, one in enumerate(text.rounds) if not can_draft(1 + len(one.proposed))), len(text.rounds))
         rounds = text.rounds[:count]
         same_rounds += count > 0 and result.proposed_ids[:count] == [one.proposed for one in rounds] and (
             result.acceptance_lengths[:count] == [len(one.committed) for one in rounds]
         )
-    found = _differences(backend, reference, can_draft)
-    rows.append(_proposal_row(found, reference, bounds))
+    found, compared = _differences(backend, reference, can_draft)
+    rows.append(_proposal_row(found, compared, bounds))
     if bounds.exact:
         wrong = float(len(texts) - same_rounds)
         covered = f"proposals, rounds and lengths of {len(texts)} texts, block {texts[0].block_size}"
         rows.append(CheckRow("acceptance", "rounds", wrong, 0.0, wrong == 0, covered))
-    if first is None and not all(row.passed for row in rows):
+    if first is None and compared and not all(row.passed for row in rows):
         first = _divergence(found, bounds)
     gap = _gap(lengths, reference, facts, _engine_cause(rows, found, bounds, graphs_right))
     return judge("acceptance", rows, first, [gap.text()]), gap
 
 
+def _own_ids(session: Session, text: ReferenceText) -> list[int]:
+    """What the bundle itself makes of a prompt: acceptance is measured as a user would see it."""
+    if text.prompt is None or session.tokenizer is None:
+        return text.ids
+    ids = ids_of(session.tokenizer, text.prompt)
+    fits = 0 < len(ids) <= session.bundle.manifest.max_context_tokens - len(text.tokens)
+    return ids if fits else text.ids
+
+
 def _differences(
     backend: Backend, reference: Reference, can_draft: Callable[[int], bool]
-) -> list[ProposalDifference]:
-    found = []
+) -> tuple[list[ProposalDifference], list[int]]:
+    """The proposals that differ, and how many were compared in each round."""
+    found, compared = [], []
     for index, text in enumerate(reference.facts.texts):
         _, proposals, _ = replay_rounds(backend, text)
         for number, (one, proposed) in enumerate(zip(text.rounds, proposals, strict=True)):
             if not can_draft(1 + len(proposed)):
                 continue
+            compared.append(len(proposed))
             pairs = list(enumerate(zip(proposed, one.proposed, strict=True)))
             wrong = [slot for slot, (ours, theirs) in pairs if ours != theirs]
             if not reference.facts.pair.proposes_likeliest:
@@ -105,17 +118,16 @@ def _differences(
                 found.append(
                     ProposalDifference(index, number, slot + 1, proposed[slot], one.proposed[slot], margin)
                 )
-    return found
+    return found, compared
 
 
-def _proposal_row(found: Sequence[ProposalDifference], reference: Reference, bounds: Bounds) -> CheckRow:
-    rounds = [one for text in reference.facts.texts for one in text.rounds]
-    covered = f"{sum(len(one.proposed) for one in rounds)} proposals in {len(rounds)} rounds, each from the right state"
+def _proposal_row(found: Sequence[ProposalDifference], compared: Sequence[int], bounds: Bounds) -> CheckRow:
+    covered = f"{sum(compared)} proposals in {len(compared)} rounds, each from the right state"
     if bounds.exact:
-        return CheckRow("acceptance", "proposals", float(len(found)), 0.0, not found and bool(rounds), covered)
+        return CheckRow("acceptance", "proposals", float(len(found)), 0.0, not found and sum(compared) > 0, covered)
     margin, bound = max((one.margin for one in found), default=0.0), bounds.margin("drafter")
     covered += f"; {len(found)} differ, by a margin of at most {margin:.3g} logits in fp32"
-    return CheckRow("acceptance", "proposals", margin, bound, margin <= bound and bool(rounds), covered)
+    return CheckRow("acceptance", "proposals", margin, bound, margin <= bound and sum(compared) > 0, covered)
 
 
 def _divergence(found: Sequence[ProposalDifference], bounds: Bounds) -> Divergence:

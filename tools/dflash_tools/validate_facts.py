@@ -67,15 +67,34 @@ _CAUSES = {
 def text_facts(bundle: Bundle, facts: ReferenceFacts) -> list[Fact]:
     """Facts on which the words depend: stop ids, and the ids that prompts become."""
     text, pair = bundle.manifest.text, facts.pair
-    found = [Fact("tokens", "stop ids", "stop ids", sorted(text.stop_token_ids), sorted(pair.stop_token_ids))]
-    tokenizer = Tokenizer.open(bundle)
+    stops = Fact("tokens", "stop ids", "stop ids", sorted(text.stop_token_ids), sorted(pair.stop_token_ids))
+    return [stops, *prompt_facts(bundle, facts, "tokens")]
+
+
+def prompt_facts(bundle: Bundle, facts: ReferenceFacts, level: str) -> list[Fact]:
+    """The ids that prompts become: where they are others, the text before the tokenizer tells whose fault it is."""
+    tokenizer, found = Tokenizer.open(bundle), []
     for index, one in enumerate(facts.texts):
         if one.prompt is None or tokenizer is None:
             continue
-        raw = isinstance(one.prompt, str) and not tokenizer.has_chat_template
-        ids = tokenizer.encode_text(one.prompt) if raw else tokenizer.encode_messages(messages_of(one.prompt))
-        found.append(Fact("tokens", f"ids of prompt {index}", TOKENIZER if raw else TEMPLATE, ids, one.ids))
+        expected = one.rendered or one.prompt  # references of before say nothing about it
+        cause = TOKENIZER if rendered_by(tokenizer, one.prompt) == expected else TEMPLATE
+        found.append(Fact(level, f"ids of prompt {index}", cause, ids_of(tokenizer, one.prompt), one.ids))
     return found
+
+
+def ids_of(tokenizer: Tokenizer, prompt: Any) -> list[int]:
+    """What a bundle makes of a prompt."""
+    if isinstance(prompt, str) and not tokenizer.has_chat_template:
+        return tokenizer.encode_text(prompt)
+    return tokenizer.encode_messages(messages_of(prompt))
+
+
+def rendered_by(tokenizer: Tokenizer, prompt: Any) -> str:
+    """The text a bundle gives its tokenizer for a prompt."""
+    if tokenizer._template is None:
+        return prompt if isinstance(prompt, str) else ""
+    return tokenizer._template.render(messages_of(prompt), {**tokenizer._specials, **tokenizer._template_args})
 
 
 def drafting_facts(bundle: Bundle, facts: ReferenceFacts) -> list[Fact]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
+from dflash_runtime.bundle import CheckRow
 from dflash_tools.graph_probe import GraphProbe
 from dflash_tools.reference_file import Reference
 from dflash_tools.reference_making import run_call
@@ -82,8 +84,9 @@ def check_graphs(
     Returns:
         The verdict, and the first call that is wrong, for a closer look.
     """
-    worst, bad = WorstRows("graph"), list[CallResult]()
+    worst, bad, seen = WorstRows("graph"), list[CallResult](), set[str]()
     for result in run_calls(probe, reference, bounds):
+        seen.add(result.call.graph)
         for one in result.compared:
             if is_output(one.name):
                 worst.add(f"{result.call.graph} {_kind(one.name)}{words}", one.worst, one.allowed)
@@ -96,7 +99,11 @@ def check_graphs(
     covered = f"{sequences} sequences of calls of {min(rows)} to {max(rows)} rows, rollbacks among them"
     seen_on = f"debug engine ({probe.name})" if words else "engine"
     found = None if first is None else first_divergence(first, reference, seen_on)
-    return judge("graph", worst.rows(covered), found), first
+    unseen = [
+        CheckRow("graph", kind, math.inf, 0.0, False, "no call of the reference is one this engine can make")
+        for kind in dict.fromkeys(call.graph for call in calls) if kind not in seen
+    ]  # fmt: skip
+    return judge("graph", [*worst.rows(covered), *unseen], found), first
 
 
 def _kind(name: str) -> str:

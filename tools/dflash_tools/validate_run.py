@@ -16,7 +16,7 @@ from dflash_tools.reference_record import INT8_PRODUCTS
 from dflash_tools.validate_acceptance import AcceptanceGap, check_acceptance
 from dflash_tools.validate_comparison import Bounds
 from dflash_tools.validate_engine import Engine
-from dflash_tools.validate_facts import drafting_facts, text_facts
+from dflash_tools.validate_facts import drafting_facts, prompt_facts, text_facts
 from dflash_tools.validate_graph import CallResult, check_graphs
 from dflash_tools.validate_speed import check_speed
 from dflash_tools.validate_state import check_state
@@ -113,7 +113,7 @@ def _words(
         elif level == "acceptance" and not sizes and not reference.facts.pair.has_drafter:
             verdicts[level] = skipped(level, "the pair has no drafter")
         elif level == "acceptance":
-            pair = drafting_facts(bundle, reference.facts)
+            pair = [*drafting_facts(bundle, reference.facts), *prompt_facts(bundle, reference.facts, level)]
             verdicts[level], gap = check_acceptance(
                 session, backend, reference, bounds, pair, not graph_failed, engine.can_draft
             )

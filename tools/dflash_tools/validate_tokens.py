@@ -57,7 +57,7 @@ def check_tokens(
             return judge("tokens", rows, _not_finite(mode, str(error)))
         chosen[mode] = {(one.text, one.place): one.found for one in found}
         rows.append(_row(f"{mode} = {reference.facts.oracle}", found, reference, bounds))
-        if first is None and not rows[-1].passed:
+        if first is None and found and not rows[-1].passed:
             first = _divergence(mode, found, bounds)
     for mode, _ in modes[1:]:
         apart = [place for place in chosen[mode].keys() | chosen["plain"].keys()
@@ -74,10 +74,13 @@ def check_tokens(
 
 
 def margin_of(reference: Reference, key: str, row: int, token: int) -> float:
-    """By how much the reference prefers its likeliest token to `token`; a lower bound where that is an unlikely one."""
+    """By how much the reference prefers its likeliest token to `token`; infinite where that is none of the likely ones.
+
+    A distance that is not known is under no bound.
+    """
     ids, logits = reference.expected(f"{key}_ids")[row], reference.expected(f"{key}_logits")[row]
     place = np.flatnonzero(ids == token)
-    return float(logits[0] - logits[int(place[0]) if len(place) else -1])  # best first
+    return float(logits[0] - logits[int(place[0])]) if len(place) else np.inf  # best first
 
 
 def _differences(session: Session, reference: Reference, bounds: Bounds, options: dict[str, Any]
@@ -106,10 +109,10 @@ def _row(name: str, found: Sequence[TokenDifference], reference: Reference, boun
     count = sum(len(text.tokens) for text in texts)
     covered = f"{count} greedy tokens after {len(texts)} prompts"
     if bounds.exact:
-        return CheckRow("tokens", name, float(len(found)), 0.0, not found, covered)
+        return CheckRow("tokens", name, float(len(found)), 0.0, not found and count > 0, covered)
     margin, bound = max((one.margin for one in found), default=0.0), bounds.margin("target")
     covered += f"; {len(found)} differ, by a margin of at most {margin:.3g} logits in fp32"
-    return CheckRow("tokens", name, margin, bound, margin <= bound, covered)
+    return CheckRow("tokens", name, margin, bound, margin <= bound and count > 0, covered)
 
 
 def _divergence(mode: str, found: Sequence[TokenDifference], bounds: Bounds) -> Divergence:
