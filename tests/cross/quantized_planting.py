@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from pairs import Pair, quiet
 from planting import PAIR, Change, engine, rename_weight
+from safetensors.torch import load_file, save_file
+from tiny_models import edit_json, write_target
+from transformers import PreTrainedConfig
 
 from dflash_engines.ort_cpu import lower_bundle
 from dflash_export.build import export_bundle
@@ -29,6 +33,38 @@ def export_quantized(folder: Path, pair: Pair = PAIR, options: QuantizeOptions =
     export_bundle(plan, folder / "bundle", quiet)
     lower_bundle(folder / "bundle")
     return folder / "bundle"
+
+
+def write_gptq_target(folder: Path) -> PreTrainedConfig:
+    """A tiny Llama whose layers are stored as GPTQ does, groups of 32 with zero points of their own."""
+    config = write_target(folder, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        stored = _as_gptq(tensors.pop(name).numpy())
+        tensors |= {f"{name.removesuffix('.weight')}.{key}": torch.from_numpy(array) for key, array in stored.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_json(folder / "config.json", quantization_config={
+        "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "checkpoint_format": "gptq_v2",
+    })  # fmt: skip
+    return config
+
+
+def _as_gptq(weight: Any) -> dict[str, Any]:
+    groups = weight.reshape(weight.shape[0], -1, 32)
+    scales = ((groups.max(-1) - groups.min(-1)) / 15).astype(np.float16)
+    zeros = np.clip(np.round(-groups.min(-1) / scales), 0, 15).astype(np.uint32)
+    values = np.clip(np.round(groups / scales[..., None]) + zeros[..., None], 0, 15).astype(np.uint32)
+    return {
+        "qweight": _words(values.reshape(weight.shape).T), "scales": np.ascontiguousarray(scales.T),
+        "qzeros": np.ascontiguousarray(_words(zeros).T),
+    }  # fmt: skip
+
+
+def _words(values: Any) -> Any:
+    """int32 words of eight values each along the first axis, the first in the lowest bits."""
+    shifts = 4 * np.arange(8, dtype=np.uint32)[:, None]
+    pieces = values.reshape(-1, 8, values.shape[1]) << shifts
+    return np.ascontiguousarray(np.bitwise_or.reduce(pieces, axis=1)).view(np.int32)
 
 
 def part(name: str, role: str, change: Callable[[Any], Any]) -> Change:

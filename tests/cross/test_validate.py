@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from conftest import Make
 from pairs import AUTHOR_PAIRS, HALF_PAIRS, Pair, export_quickly, quiet
 from planting import PAIR, graph, scaled_constant, weight
 from tiny_models import DFLASH2, write_target
+from validation_runs import TORCH, replay_without
 
 from dflash_engines.ort_cpu import lower_bundle
 from dflash_export.build import export_bundle
@@ -200,33 +199,14 @@ def test_a_damaged_or_foreign_reference_is_refused(bundle: Path, tmp_path: Path)
         build_reference(Bundle.open(bundle), str(bundle.parent / "other"), None, quiet)
 
 
-WITHOUT = """
-import sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Block())
-from dflash_tools.cli import main
-main(["validate", {bundle!r}, "--json", "--level", "graph", "--level", "state", "--level", "tokens"])
-"""
-TORCH = ["torch", "transformers", "huggingface_hub", "safetensors"]
-
-
 @pytest.mark.parametrize("blocked", [TORCH, [*TORCH, "onnx", "onnx_ir", "onnxscript"]], ids=["torch", "onnx too"])
 def test_replay_without_torch(bundle: Path, blocked: list[str]) -> None:
     """As on a device: a healthy bundle passes, a damaged one is named, more closely where debug graphs can be made."""
 
-    def replay() -> tuple[int, dict[str, Any]]:
-        code = WITHOUT.format(blocked=blocked, bundle=str(bundle))
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-        assert done.stdout, done.stderr
-        return done.returncode, json.loads(done.stdout)
-
     add_to_bundle(Bundle.open(bundle), made(bundle))
-    assert replay()[0] == 0
+    assert replay_without(blocked, bundle)[0] == 0
     graph("target.onnx", scaled_constant("model.model.rotary_emb.inv_freq", 1.001))(bundle)
-    code, found = replay()
+    code, found = replay_without(blocked, bundle)
     first = found["verdicts"][0]["first"]
     assert code == 1 and not found["passed"]
     assert (first["graph"], first["layer"], first["tensor"]) == ("target", 0, "present.0.key")

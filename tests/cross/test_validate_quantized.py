@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,31 @@ from click.testing import CliRunner
 from conftest import Once
 from pairs import quiet
 from planting import PAIR
-from quantized_planting import QUANTIZED_FAULTS, QuantizedFault, export_quantized, one_scale_is_wrong, part
-from validation_runs import LEVELS, assert_healthy, first_failure, make, ort_cpu, portable, stored
+from quantized_planting import (
+    QUANTIZED_FAULTS,
+    QuantizedFault,
+    export_quantized,
+    one_scale_is_wrong,
+    part,
+    write_gptq_target,
+    zero_points_are_shifted,
+)
+from tiny_models import write_drafter
+from validation_runs import (
+    LEVELS,
+    TORCH,
+    assert_healthy,
+    first_failure,
+    make,
+    ort_cpu,
+    portable,
+    replay_without,
+    stored,
+)
 
 from dflash_engines.ort_cpu import lower_bundle
+from dflash_export.build import export_bundle
+from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.deviation import deviation
 from dflash_export.quantization import quantize_options
 from dflash_runtime import BundleError
@@ -154,17 +173,27 @@ def test_other_healthy_ones_pass(tmp_path: Path, name: str) -> None:
         assert_healthy(bundle, engine, stored(tmp_path / "r"))
 
 
-WITHOUT_TORCH = """
-import sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Block())
-from dflash_tools.cli import main
-main(["validate", {bundle!r}, "--json", "--level", "graph", "--level", "state", "--level", "tokens"])
-"""
-TORCH = ["torch", "transformers", "huggingface_hub", "safetensors"]
+def test_imported_weights_and_a_drafter_quantised_apart(tmp_path: Path) -> None:
+    """A GPTQ target, which Transformers cannot load here, beside an int4 drafter of another scheme."""
+    write_drafter(tmp_path / "drafter", write_gptq_target(tmp_path / "target"), taps=(0,), block_size=4)
+    options = BuildOptions(
+        str(tmp_path / "target"), str(tmp_path / "drafter"), precision="fp32", max_context_tokens=96,
+        quantize=quantize_options("keep", "keep", "int4"),
+    )  # fmt: skip
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    export_bundle(plan_build(options), bundle, quiet)
+    lower_bundle(bundle)
+    origins = {name[:8]: facts.origin for name, facts in Bundle.open(bundle).manifest.quantized.items()}
+    assert origins == {"model.la": "GPTQ", "drafter.": "round-to-nearest"}
+    make(bundle, tmp_path / "r", new_tokens=8, prompts=PROMPTS)
+    for engine in (ort_cpu, portable):
+        assert_healthy(bundle, engine, stored(tmp_path / "r"))
+    name = "model.layers.1.self_attn.k_proj.weight"
+    part(name, "zero_points", zero_points_are_shifted)(bundle)
+    verdict = first_failure(bundle, ort_cpu, stored(tmp_path / "r"))
+    assert verdict is not None and verdict.first is not None
+    assert (verdict.level, verdict.first.tensor) == ("graph", name.removesuffix(".weight"))
 
 
 @pytest.mark.parametrize("blocked", [TORCH, [*TORCH, "onnx", "onnx_ir", "onnxscript"]], ids=["torch", "onnx too"])
@@ -172,19 +201,13 @@ def test_replay_without_torch(healthy: Path, reference: Reference, tmp_path: Pat
     bundle = shutil.copytree(healthy, tmp_path / "b")
     add_to_bundle(Bundle.open(bundle, check_files=False), reference)
 
-    def replay() -> tuple[int, dict[str, Any]]:
-        code = WITHOUT_TORCH.format(blocked=blocked, bundle=str(bundle))
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-        assert done.stdout, done.stderr
-        return done.returncode, json.loads(done.stdout)
-
-    code, found = replay()
+    code, found = replay_without(blocked, bundle)
     assert code == 0 and found["passed"]
     closer = "onnx_ir" not in blocked
     assert ("through int8 activations alone" in "".join(found["verdicts"][0]["notes"])) == (not closer)
     part("model.layers.0.self_attn.v_proj.weight", "scales", lambda scales: np.roll(scales, 1, axis=0))(bundle)
     _restamp(bundle)
-    code, found = replay()
+    code, found = replay_without(blocked, bundle)
     first = found["verdicts"][0]["first"]
     assert code == 1 and (first["graph"], first["layer"], first["part"]) == ("target", 0, "v")
     named = "model.layers.0.self_attn.v_proj" if closer else "present.0.value"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +52,24 @@ def portable(bundle: Bundle) -> BundleEngine:
 
 def ort_cpu(bundle: Bundle) -> BundleEngine:
     return BundleEngine(bundle, "ort-cpu", threads=1)
+
+
+WITHOUT = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Block())
+from dflash_tools.cli import main
+main(["validate", {bundle!r}, "--json", "--level", "graph", "--level", "state", "--level", "tokens"])
+"""
+TORCH = ["torch", "transformers", "huggingface_hub", "safetensors"]
+
+
+def replay_without(blocked: list[str], bundle: Path) -> tuple[int, dict[str, Any]]:
+    """Exit code and result of `validate` where the blocked packages cannot be imported, as on a device."""
+    code = WITHOUT.format(blocked=blocked, bundle=str(bundle))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
