@@ -86,6 +86,7 @@ def test_a_fault_is_named(healthy: Path, reference: Reference, tmp_path: Path, f
     found = verdict.first
     assert (verdict.level, found.graph, found.layer, found.part) == ("graph", fault.graph, fault.layer, fault.part)
     assert fault.tensor in found.tensor and found.deviation > found.allowed and "debug engine" in found.seen_on
+    assert "a zero point, the order of nibbles" in found.cause
 
 
 def test_the_reference_is_the_checkpoints_and_not_the_bundles(healthy: Path, reference: Reference, tmp_path: Path

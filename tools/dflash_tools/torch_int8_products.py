@@ -1,4 +1,7 @@
-"""Products as ONNX Runtime's int8 kernels compute them, in PyTorch: what a product is given is rounded to int8."""
+"""Products as ONNX Runtime's int8 kernels compute them, in PyTorch: what a product is given is rounded to int8.
+
+Equal to ONNX Runtime 1.32 on x86; kernels of other processors may round whole rows in place of blocks.
+"""
 
 from __future__ import annotations
 

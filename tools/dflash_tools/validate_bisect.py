@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import onnx_ir as ir
@@ -49,8 +50,21 @@ def look_inside(bundle: Bundle, reference: Reference, backend: str, precision: s
         seen = next(result for result in calls if result.number == bad.number)
         if any(one.is_wrong and is_output(one.name) for one in seen.compared):
             model = load_portable(bundle, bundle.manifest.graph_files()[bad.call.graph])  # type: ignore[index]
-            return _first_inside(seen, reference, model, f"debug engine ({probe.name})"), ", ".join(asked)
+            found = _first_inside(seen, reference, model, f"debug engine ({probe.name})")
+            return _of_quantized(found, bundle), ", ".join(asked)
     return None, ", ".join(asked)
+
+
+def _of_quantized(found: Divergence, bundle: Bundle) -> Divergence:
+    """The same with what else makes the result of a quantised weight wrong."""
+    own, head = "drafter.lm_head.weight", bundle.manifest.target.head_weight
+    if found.tensor == "draft_logits" and own in bundle.manifest.weights:
+        head = own
+    weight = head if found.tensor.endswith("logits") else f"{found.tensor}.weight"
+    if weight not in bundle.manifest.quantized:
+        return found
+    integers = "how its integers are read: a scale, a zero point, the order of nibbles, rows or groups"
+    return dataclasses.replace(found, cause=f"{found.cause}; {weight} is quantised: {integers}")
 
 
 def check_without_rounding(bundle: Bundle, backend: str, reference: Reference) -> tuple[Verdict, CallResult | None]:
