@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from quantized_planting import (
     write_gptq_target,
     zero_points_are_shifted,
 )
+from safetensors.torch import load_file
 from tiny_models import write_drafter
 from validation_runs import (
     LEVELS,
@@ -42,9 +44,12 @@ from validation_runs import (
 from dflash_engines.ort_cpu import lower_bundle
 from dflash_export.build import export_bundle
 from dflash_export.build_plan import BuildOptions, plan_build
+from dflash_export.checkpoint import find_checkpoint, with_imported_weights
 from dflash_export.deviation import deviation
 from dflash_export.quantization import quantize_options
-from dflash_runtime import BundleError
+from dflash_export.quantized_formats.imported_place import ImportedPlace
+from dflash_export.quantized_places import quantized_facts
+from dflash_runtime import BundleError, PairError
 from dflash_runtime.bundle import Bundle
 from dflash_tools.cli import main
 from dflash_tools.portable_reference import portable_reference
@@ -52,6 +57,7 @@ from dflash_tools.reference_building import build_reference
 from dflash_tools.reference_file import Reference, add_to_bundle, require_fitting
 from dflash_tools.reference_record import INT8_PRODUCTS
 from dflash_tools.torch_int8_products import rounded_to_int8
+from dflash_tools.torch_loading import PairSource
 from dflash_tools.validate_comparison import Bounds
 from dflash_tools.validate_run import validate
 
@@ -174,6 +180,34 @@ def test_other_healthy_ones_pass(tmp_path: Path, name: str) -> None:
         assert_healthy(bundle, engine, stored(tmp_path / "r"))
 
 
+def test_pytorch_holds_imported_weights_by_the_checkpoints_own_tensors(tmp_path: Path) -> None:
+    """No bundle is needed for it: what GPTQ's numbers mean, and the rest as it is stored."""
+    write_gptq_target(tmp_path / "target")
+    checkpoint = with_imported_weights(find_checkpoint(str(tmp_path / "target"), role="target"))
+    imported = {name: one for name, one in checkpoint.places.items() if isinstance(one, ImportedPlace)}
+    quantized = {name: quantized_facts(name, 4, 32, False, "GPTQ") for name in imported}
+    facts = SimpleNamespace(embedding_weight="model.embed_tokens.weight", head_weight="lm_head.weight")
+    manifest: Any = SimpleNamespace(
+        precision="fp32", quantized=quantized, weights=dict.fromkeys(checkpoint.places), target=facts
+    )
+    oracle = PairSource(manifest, checkpoint, None, [0]).load("fp32")
+    found = dict(oracle._target.model.named_parameters())
+    raw = load_file(tmp_path / "target" / "model.safetensors")
+    assert torch.equal(found["lm_head.weight"], raw["lm_head.weight"])
+    name = "model.layers.1.self_attn.k_proj"
+    words, zeros = (raw[f"{name}.{part}"].numpy().view(np.uint32) for part in ("qweight", "qzeros"))
+    for row, column in ((0, 0), (5, 33), (31, 63)):
+        value = words[column // 8, row] >> np.uint32(4 * (column % 8)) & np.uint32(15)
+        zero = zeros[column // 32, row // 8] >> np.uint32(4 * (row % 8)) & np.uint32(15)
+        meant = (float(value) - float(zero)) * float(raw[f"{name}.scales"][column // 32, row])
+        assert float(found[f"{name}.weight"][row, column]) == pytest.approx(meant)
+    other = {**quantized, f"{name}.weight": quantized_facts(f"{name}.weight", 4, 64, False, "GPTQ")}
+    manifest.quantized = other
+    with pytest.raises(PairError, match=r"k_proj.weight is .*group_size=64.* in the bundle and .*group_size=32"):
+        PairSource(manifest, checkpoint, None, [0]).load("fp32")
+
+
+@pytest.mark.slow
 def test_imported_weights_and_a_drafter_quantised_apart(tmp_path: Path) -> None:
     """A GPTQ target, which Transformers cannot load here, beside an int4 drafter of another scheme."""
     write_drafter(tmp_path / "drafter", write_gptq_target(tmp_path / "target"), taps=(0,), block_size=4)
