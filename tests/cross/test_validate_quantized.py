@@ -200,7 +200,7 @@ def test_pytorch_holds_imported_weights_by_the_checkpoints_own_tensors(tmp_path:
         value = words[column // 8, row] >> np.uint32(4 * (column % 8)) & np.uint32(15)
         zero = zeros[column // 32, row // 8] >> np.uint32(4 * (row % 8)) & np.uint32(15)
         meant = (float(value) - float(zero)) * float(raw[f"{name}.scales"][column // 32, row])
-        assert float(found[f"{name}.weight"][row, column]) == pytest.approx(meant)
+        assert found[f"{name}.weight"][row, column].item() == pytest.approx(meant)
     other = {**quantized, f"{name}.weight": quantized_facts(f"{name}.weight", 4, 64, False, "GPTQ")}
     manifest.quantized = other
     with pytest.raises(PairError, match=r"k_proj.weight is .*group_size=64.* in the bundle and .*group_size=32"):
