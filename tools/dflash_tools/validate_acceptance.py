@@ -17,6 +17,8 @@ from dflash_tools.validate_state import replay_rounds
 from dflash_tools.validate_tokens import margin_of
 from dflash_tools.validate_verdict import Divergence, Verdict, judge
 
+NUMERICS = "numerics"
+
 
 @dataclasses.dataclass(frozen=True)
 class ProposalDifference:
@@ -153,9 +155,9 @@ def _gap(
     theirs = mean_acceptance([[len(one.committed) for one in text.rounds] for text in reference.facts.texts])
     means = [1.0 if mean is None else mean.over_rounds for mean in (ours, theirs)]
     cause = next((fact.cause for fact in facts if fact.is_wrong), None)
-    if cause is None and means[0] != means[1]:
-        cause = engine_cause or "numerics"
-    return AcceptanceGap(means[0], means[1], cause or engine_cause)
+    if cause is None and (means[0] != means[1] or engine_cause != NUMERICS):
+        cause = engine_cause or (NUMERICS if means[0] != means[1] else None)
+    return AcceptanceGap(means[0], means[1], cause)
 
 
 def _engine_cause(
@@ -165,5 +167,5 @@ def _engine_cause(
     if not graphs_right:
         return "graphs: see the first tensor of level graph"
     if found and not bounds.exact and all(row.passed for row in rows):
-        return "numerics"
+        return NUMERICS
     return None if all(row.passed for row in rows) else "state or loop of the engine"
