@@ -25,7 +25,7 @@ from dflash_tools.validate_run import validate
 from dflash_tools.validate_state import check_state
 from dflash_tools.validate_verdict import Verdict
 
-APPEND, RUN_CONTEXT, VERIFY = OrtCpuBackend.append_context, OrtCpuBackend._run_context, OrtCpuBackend.verify
+APPEND, APPEND_WAITING, VERIFY = OrtCpuBackend.append_context, OrtCpuBackend._append_waiting, OrtCpuBackend.verify
 ONE_ROW_LEFT = "thirteen char"
 """A prompt whose last piece of prefill is one row, which waits to be appended."""
 
@@ -51,10 +51,12 @@ def first_block(text: ReferenceText) -> int:
     return text.rounds[0].position
 
 
-def drops_a_row(self: OrtCpuBackend, taps: Any, position: int) -> None:
+def drops_a_row(self: OrtCpuBackend) -> None:
     """The first row of a block is not appended."""
-    block = position > 0 and taps.shape[1] in (4, 8)
-    RUN_CONTEXT(self, taps[:, 1:] if block else taps, position + block)
+    rows = self._waiting_rows
+    if rows in (4, 8) and self._waiting_end > rows:
+        self._waiting[:, : rows - 1], self._waiting_rows = self._waiting[:, 1:rows].copy(), rows - 1
+    APPEND_WAITING(self)
 
 
 def forgets_waiting_rows(self: OrtCpuBackend) -> None:
@@ -95,7 +97,7 @@ class StateFault(NamedTuple):
 
 
 FAULTS = [
-    StateFault(OrtCpuBackend, "_run_context", drops_a_row, "drafter_context", 0, "cached key", first_block),
+    StateFault(OrtCpuBackend, "_append_waiting", drops_a_row, "drafter_context", 0, "cached key", first_block),
     StateFault(OrtCpuBackend, "_append_waiting", forgets_waiting_rows, "drafter_context", 0, "cached key",
                lambda text: len(text.ids) - 1),
     StateFault(OrtCpuBackend, "verify", leaves_a_value_stale, "target", 2, "cached value", first_block),
@@ -138,8 +140,9 @@ def test_rows_are_read_from_the_backends_own_memory(healthy: Path) -> None:
         assert isinstance(backend, OrtCpuBackend)
         backend._drafter_state["past_key_values.1.key"][0, 0, 3, 2] = 77.0
         found = held_rows(backend, session.bundle.manifest, 4)
-    assert found["drafter"]["present.1.key"].shape[0] == 4 and found["drafter"]["present.1.key"][3, 2] == 77.0
-    assert not (found["target"]["present.1.key"] == 77.0).any()
+    cache = found["drafter"]["present.1.key"]
+    assert cache.first == 0 and cache.rows.shape[0] == 4 and cache.rows[3, 2] == 77.0
+    assert not (found["target"]["present.1.key"].rows == 77.0).any()
 
 
 def test_caches_that_are_not_finite_fail(healthy: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,10 +12,23 @@ from dflash_runtime.device_backend import DeviceBackend
 from dflash_runtime.errors import BackendError
 from dflash_tools.device_rows import DeviceRows
 from dflash_tools.graph_probe import ProbeBackend
-from dflash_tools.reference_tensors import Tensors, cache_rows_of
+from dflash_tools.reference_tensors import Array, cache_rows_of
 
 if TYPE_CHECKING:
     from dflash_runtime.ort_cpu import OrtCpuBackend
+
+
+class HeldCache(NamedTuple):
+    """One cache."""
+
+    rows: Array
+    """[committed rows, heads * D]; of a ring what it has lost is NaN."""
+    first: int
+    """The oldest row it still has."""
+
+
+Held = dict[str, dict[str, HeldCache]]
+"""Model -> output name -> what the cache holds."""
 
 
 def cache_graphs(manifest: Manifest) -> dict[str, GraphFacts]:
@@ -24,7 +37,7 @@ def cache_graphs(manifest: Manifest) -> dict[str, GraphFacts]:
     return {"target": manifest.target.graph} | ({} if drafter is None else {"drafter": drafter.context_graph})
 
 
-def held_rows(backend: Backend, manifest: Manifest, rows: int) -> dict[str, Tensors]:
+def held_rows(backend: Backend, manifest: Manifest, rows: int) -> Held:
     """The first rows of every cache, as the next request would keep them: what waits is written before.
 
     Args:
@@ -33,7 +46,7 @@ def held_rows(backend: Backend, manifest: Manifest, rows: int) -> dict[str, Tens
         rows: How many are committed.
 
     Returns:
-        Model -> output name -> [rows, heads * D]; empty where the backend keeps none because something was not finite.
+        What every cache holds; empty where the backend keeps none because something was not finite.
 
     Raises:
         BackendError: the buffers of this backend cannot be read.
@@ -41,21 +54,32 @@ def held_rows(backend: Backend, manifest: Manifest, rows: int) -> dict[str, Tens
     graphs = cache_graphs(manifest)
     if isinstance(backend, ProbeBackend):
         whole = {model: backend.cache_rows(model) for model in graphs}
-        return {model: {name: array[:rows] for name, array in found.items()} for model, found in whole.items()}
+        return {model: {n: HeldCache(array[:rows], 0) for n, array in found.items()} for model, found in whole.items()}
     if backend.reset(rows) != rows:
         return {}
     if isinstance(backend, DeviceBackend):
         # A request leaves the caches in a layout of their own; the reset above chose the one that holds these rows.
         reading = DeviceRows(backend.device, backend.precision)
-        return {
+        read = {
             model: reading.read(backend._caches[model], facts.state, backend._caches[model].layout_rows, 0, rows)
             for model, facts in graphs.items()
         }
+        return {model: {n: HeldCache(array, 0) for n, array in found.items()} for model, found in read.items()}
     if backend.name != "ort-cpu":
         raise BackendError(f"The caches of backend {backend.name!r} cannot be read.")
     return {model: _of_arrays(backend, model, facts, rows) for model, facts in graphs.items()}  # type: ignore[arg-type]
 
 
-def _of_arrays(backend: OrtCpuBackend, model: str, facts: GraphFacts, rows: int) -> Tensors:
+def _of_arrays(backend: OrtCpuBackend, model: str, facts: GraphFacts, rows: int) -> dict[str, HeldCache]:
     state = backend._target_state if model == "target" else backend._drafter_state
-    return {tensor.output: np.array(cache_rows_of(state[tensor.input], 0, rows)) for tensor in facts.state}
+    # A ring is shorter than any cache of the whole context, so its length tells it.
+    oldest = {} if model == "target" else {ring.rows: row for ring, row in backend._ring_rows._oldest.items()}
+    held = {}
+    for tensor in facts.state:
+        array = state[tensor.input]
+        size, first = array.shape[2], oldest.get(array.shape[2], 0)
+        found = np.full((rows, array.shape[1] * array.shape[3]), np.nan, np.float32)
+        kept = np.arange(first, rows)
+        found[first:] = cache_rows_of(array[:, :, kept % size], 0, len(kept))
+        held[tensor.output] = HeldCache(found, first)
+    return held

@@ -11,10 +11,9 @@ from dflash_runtime import GenerationConfig, NumericsError, Session
 from dflash_runtime.backend import Backend
 from dflash_runtime.bundle import CheckRow
 from dflash_tools.greedy_identity import first_difference
-from dflash_tools.held_rows import held_rows
+from dflash_tools.held_rows import Held, held_rows
 from dflash_tools.reference_file import Reference
 from dflash_tools.reference_record import CONTEXT, ReferenceText
-from dflash_tools.reference_tensors import Tensors
 from dflash_tools.validate_comparison import Bounds, WorstRows, values_at
 from dflash_tools.validate_places import CAUSES, place_of
 from dflash_tools.validate_verdict import Divergence, Verdict, judge
@@ -27,7 +26,7 @@ class _Held(NamedTuple):
     """After what, for people."""
     rows: int
     """Rows whose tokens are the reference's."""
-    tensors: dict[str, Tensors]
+    caches: Held
 
 
 def replay_rounds(backend: Backend, text: ReferenceText) -> tuple[int, list[list[int]], list[list[int]]]:
@@ -101,8 +100,8 @@ def _states(session: Session, backend: Backend, text: ReferenceText, drafts: boo
     known, whole = session._current.known_ids, [*text.ids, *text.tokens]
     place = first_difference(whole, known)
     rows = len(known) - 1  # the newest token has none
-    tensors = held_rows(backend, manifest, rows)
-    yield _Held("the decode loop", rows if place is None else min(place, rows), tensors)
+    caches = held_rows(backend, manifest, rows)
+    yield _Held("the decode loop", rows if place is None else min(place, rows), caches)
     rows, _, _ = replay_rounds(backend, text)
     session._current.known_ids = []  # they were the loop's
     yield _Held("the reference's rounds", rows, held_rows(backend, manifest, rows))
@@ -121,19 +120,20 @@ def _whole_calls(reference: Reference, text: int) -> dict[str, int]:
 
 def _compare(reference: Reference, text: int, model: str, number: int, held: _Held, bounds: Bounds,
              worst: WorstRows) -> Divergence | None:
-    graph, whole = reference.facts.calls[number].graph, held.tensors.get(model, {})
-    found = {name: array[: held.rows] for name, array in whole.items()}
+    graph, whole = reference.facts.calls[number].graph, held.caches.get(model, {})
+    found = {name: cache.rows[: held.rows] for name, cache in whole.items()}
     wrong: list[tuple[int, str, float]] = []
     for name in reference.facts.tensors[number]:
         if not name.startswith("present."):
             continue
         allowed, key = bounds.allowed_state(graph, name), f"{number}/{name}"
         missing = name not in found
-        deviations = np.full(1, np.inf) if missing else reference.row_deviations(key, name, found[name])
+        first = 0 if missing else whole[name].first
+        deviations = np.full(1, np.inf) if missing else reference.row_deviations(key, name, found[name])[first:]
         most = float(deviations.max(initial=0.0))
         worst.add(f"{model} {'keys' if name.endswith('key') else 'values'}", most, allowed)
         if not most <= allowed:
-            wrong.append((int(np.argmax(~(deviations <= allowed))), name, most))
+            wrong.append((first + int(np.argmax(~(deviations <= allowed))), name, most))
     if not wrong:
         return None
     row, name, deviation = min(wrong, key=lambda one: one[0])  # the first row; of several tensors the first computed
