@@ -13,7 +13,7 @@ from pairs import quiet
 from planting import PAIR
 from validation_runs import make, ort_cpu, portable, stored
 
-from dflash_runtime import Session
+from dflash_runtime import GenerationConfig, Session
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.cycles import HostCycles
 from dflash_runtime.ort_cpu import OrtCpuBackend
@@ -61,7 +61,9 @@ def drops_a_row(self: OrtCpuBackend) -> None:
 
 def forgets_waiting_rows(self: OrtCpuBackend) -> None:
     """A row that was to be appended later never is."""
-    self._waiting_rows = 0
+    if self._waiting_rows == 1:
+        self._waiting_rows = 0
+    APPEND_WAITING(self)
 
 
 def leaves_a_value_stale(self: OrtCpuBackend, block: Sequence[int], position: int) -> list[int]:
@@ -98,7 +100,8 @@ class StateFault(NamedTuple):
 
 FAULTS = [
     StateFault(OrtCpuBackend, "_append_waiting", drops_a_row, "drafter_context", 0, "cached key", first_block),
-    StateFault(OrtCpuBackend, "_append_waiting", forgets_waiting_rows, "drafter_context", 0, "cached key",
+    # Layer 0 keeps a ring, which has lost that row when the caches are read.
+    StateFault(OrtCpuBackend, "_append_waiting", forgets_waiting_rows, "drafter_context", 1, "cached key",
                lambda text: len(text.ids) - 1),
     StateFault(OrtCpuBackend, "verify", leaves_a_value_stale, "target", 2, "cached value", first_block),
     StateFault(HostCycles, "read_cycle", appends_one_row_late, "drafter_context", 0, "cached key", first_block),
@@ -135,7 +138,7 @@ def test_every_row_of_both_models_is_compared(healthy: Path, reference: Referenc
 def test_rows_are_read_from_the_backends_own_memory(healthy: Path) -> None:
     """A number changed there is the number that is read, whatever graphs would hand out."""
     with Session.open(healthy, threads=1) as session:
-        session.generate([5, 6, 7, 8, 9])
+        session.generate([5, 6, 7, 8, 9], GenerationConfig(max_new_tokens=1))
         backend = session._backend
         assert isinstance(backend, OrtCpuBackend)
         backend._drafter_state["past_key_values.1.key"][0, 0, 3, 2] = 77.0
