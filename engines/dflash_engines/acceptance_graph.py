@@ -7,15 +7,12 @@ is a stop token, or there is no room) commits nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 import onnx_ir as ir
+
+from dflash_engines.graph_maker import GraphMaker
 
 ACCEPTANCE = "acceptance"
 """The kind of this graph among a device's engines; it is no graph of a bundle."""
-OPSET, _IR_VERSION = 20, 10
 NOTHING = -1
 """Fills `committed` past `count`; as a token it means that the logits were not finite."""
 
@@ -38,7 +35,7 @@ def acceptance_model(stop_ids: int | None = None) -> ir.Model:
         anchor [1, 1]: the newest token; 0 where it is -1, as the next cycle looks up its embedding.
         done [1]: 1 where the output has ended, or its newest token is -1.
     """
-    graph = _AcceptanceGraph()
+    graph = _AcceptanceGraph(ACCEPTANCE)
     block, posterior = graph.input("block", [1, "b"]), graph.input("posterior", [1, "b"])
     position, rows, limit = (graph.input(name, [1]) for name in ("position", "rows", "limit"))
     stops = graph.input("stop_ids", [stop_ids or "n"])
@@ -71,35 +68,11 @@ def acceptance_model(stop_ids: int | None = None) -> ir.Model:
     graph.output("new_position", new_position, [1])
     graph.output("anchor", graph("Max", last, graph.constant(0)), [1, 1])
     graph.output("done", graph("Cast", over, to=ir.DataType.INT64), [1])
-    return ir.Model(graph.graph, ir_version=_IR_VERSION)
+    return graph.model()
 
 
-class _AcceptanceGraph:
-    """Collects the nodes: calling it adds one and gives its output."""
-
-    def __init__(self) -> None:
-        self.graph = ir.Graph([], [], nodes=[], name="acceptance", opset_imports={"": OPSET})
-
-    def __call__(self, operator: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        node = ir.node(operator, inputs, attributes)
-        self.graph.append(node)
-        return node.outputs[0]
-
-    def input(self, name: str, shape: Sequence[int | str]) -> ir.Value:
-        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.INT64))
-        self.graph.inputs.append(value)
-        return value
-
-    def output(self, name: str, value: ir.Value, shape: Sequence[int | str]) -> None:
-        value.name, value.shape, value.type = name, ir.Shape(shape), ir.TensorType(ir.DataType.INT64)
-        self.graph.outputs.append(value)
-
-    def constant(self, values: Any) -> ir.Value:
-        name = f"constant_{len(self.graph.initializers)}"
-        tensor = ir.Tensor(np.array(values, np.int64), name=name)
-        value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(ir.DataType.INT64), const_value=tensor)
-        self.graph.register_initializer(value)
-        return value
+class _AcceptanceGraph(GraphMaker):
+    """With the two questions that acceptance asks."""
 
     def first(self, places: ir.Value, size: ir.Value, where: ir.Value) -> ir.Value:
         """[1]: the first place where `where` [1, b] is true, b if nowhere."""

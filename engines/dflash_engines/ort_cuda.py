@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from dflash_engines.acceptance_graph import ACCEPTANCE, acceptance_model
 from dflash_engines.call_profiles import call_profiles
+from dflash_engines.candidates_graph import CANDIDATES, candidates_model
 from dflash_engines.engine_writing import write_engine
 from dflash_engines.fp16_graphs import load_for_precision
 from dflash_engines.passes.constant_reshape import ConstantReshapePass
@@ -46,11 +47,11 @@ BACKEND = "ort-cuda"
 Progress = Callable[[str, int, int], None]
 
 CUDA_OPERATORS = frozenset({
-    "Add", "And", "ArgMax", "Attention", "Cast", "Concat", "Constant", "Cos", "Div", "Equal", "Expand", "Gather",
+    "Add", "And", "ArgMax", "Attention", "Cast", "Concat", "Constant", "Cos", "Div", "Equal", "Exp", "Expand", "Gather",
     "GatherND", "Gelu", "Greater", "GreaterOrEqual", "Identity", "IsNaN", "Less", "LessOrEqual", "MatMul", "Max", "Min",
     "Mul", "Neg", "Not", "Or", "Pow", "RMSNormalization", "Range", "Reciprocal", "ReduceMax", "ReduceMean",
     "ReduceSum", "Reshape", "RotaryEmbedding", "ScatterND", "Shape", "Sigmoid", "Sin", "Slice", "Softmax", "Split",
-    "Sqrt", "Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze", "Where",
+    "Sqrt", "Squeeze", "Sub", "Tanh", "TopK", "Transpose", "Unsqueeze", "Where",
 })  # fmt: skip
 """Operators with kernels in the CUDA provider for the types the graphs use (ONNX Runtime's docs/OperatorKernels.md)."""
 CUDA_CONTRIB_OPERATORS = frozenset({"FusedMatMul", "GroupQueryAttention"})
@@ -104,9 +105,10 @@ def lower_bundle(
 
 def write_graphs(bundle: Bundle, lowered: Mapping[str, ir.Model], versions: dict[str, str], precision: str
                  ) -> DeviceEngineRecord:
-    """Writes lowered graphs, by kind, with acceptance and their record. Errors are those of `write_engine`."""
+    """Writes lowered graphs, by kind, acceptance, candidates and their record; errors as of `write_engine`."""
     manifest = bundle.manifest
-    lowered = {**lowered, ACCEPTANCE: acceptance_model(STOP_ID_SLOTS)}
+    lowered = {**lowered, ACCEPTANCE: acceptance_model(STOP_ID_SLOTS),
+               CANDIDATES: candidates_model(manifest.target.vocab_size)}  # fmt: skip
     block_sizes = sorted({*manifest.block_sizes} - {1}) if manifest.drafter is not None else []
     capacity = manifest.max_context_tokens + max(*manifest.block_sizes, _CHUNK_TOKENS)
     names = {kind: f"{kind}.onnx" for kind in lowered}

@@ -9,6 +9,7 @@ import math
 import onnx_ir as ir
 
 from dflash_engines.acceptance_graph import ACCEPTANCE, acceptance_model
+from dflash_engines.candidates_graph import CANDIDATES, candidates_model
 from dflash_engines.fused_form import lower_fused
 from dflash_engines.operator_check import check_graph
 from dflash_engines.passes.flat_matmul import FlatMatMulPass
@@ -96,6 +97,13 @@ def acceptance_network() -> Network:
     onnx = ir.to_proto(acceptance_model(STOP_ID_SLOTS)).SerializeToString(deterministic=True)
     shapes: dict[str, list[int | str]] = {"block": [1, "b"], "posterior": [1, "b"]}
     return Network(ACCEPTANCE, onnx, [], [], shapes, activation_bytes_per_row=0)
+
+
+def candidates_network(vocab_size: int) -> Network:
+    """What chooses the tokens that sampling looks at: no weights, rows of logits."""
+    onnx = ir.to_proto(candidates_model(vocab_size)).SerializeToString(deterministic=True)
+    shapes: dict[str, list[int | str]] = {"logits": [1, "R", vocab_size]}
+    return Network(CANDIDATES, onnx, [], [], shapes, activation_bytes_per_row=4 * 4 * vocab_size)
 
 
 def _shape(value: ir.Value) -> list[int | str]:

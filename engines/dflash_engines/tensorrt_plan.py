@@ -15,11 +15,12 @@ from dflash_engines.acceptance_graph import ACCEPTANCE
 from dflash_engines.build_process import FinishedBuild, run_build
 from dflash_engines.builder_memory import builder_peak_bytes
 from dflash_engines.call_profiles import call_profiles
+from dflash_engines.candidates_graph import CANDIDATES
 from dflash_engines.fp16_graphs import fp16_warnings, load_for_precision
 from dflash_engines.passes.signed_weights import SIGNED_FILE
 from dflash_engines.signed_weight_file import write_signed_weights
 from dflash_engines.tensorrt_build import BuildOrder
-from dflash_engines.tensorrt_network import Network, acceptance_network, make_network
+from dflash_engines.tensorrt_network import Network, acceptance_network, candidates_network, make_network
 from dflash_engines.tensorrt_versions import VersionRow
 from dflash_engines.timing_cache import TimingCache
 from dflash_runtime.bundle import Bundle, file_facts
@@ -101,13 +102,15 @@ class EnginePlan:
         self.chunk = options.prefill_chunk_tokens
         self.capacity_rows = manifest.max_context_tokens + max(largest, self.chunk)
         self.graphs = {str(kind): file for kind, file in manifest.graph_files().items()}
-        self.kinds = [*self.graphs, ACCEPTANCE]
+        self.kinds = [*self.graphs, ACCEPTANCE, CANDIDATES]
         self.warnings = fp16_warnings(bundle, self.precision)
 
     def network(self, kind: str) -> Network:
         """The network of one graph."""
         if kind == ACCEPTANCE:
             return acceptance_network()
+        if kind == CANDIDATES:
+            return candidates_network(self.bundle.manifest.target.vocab_size)
         return make_network(
             load_for_precision(self.bundle, kind, self.graphs[kind], self.precision), kind, self.row,  # type: ignore[arg-type]
             precision=self.precision,

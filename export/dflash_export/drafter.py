@@ -160,8 +160,8 @@ class Drafter(nn.Module):
         output: Tensor = layer.self_attn.o_proj(seen.transpose(1, 2).flatten(2))
         return output
 
-    def proposals(self, hidden: Tensor, logits: Tensor, anchor_ids: Tensor) -> Tensor:
-        """The greedy proposals, ids of the target's vocabulary.
+    def outputs(self, hidden: Tensor, logits: Tensor, anchor_ids: Tensor) -> dict[str, Tensor]:
+        """What the drafter's graph says of a block: the greedy proposals, and what others can be drawn from.
 
         Args:
             hidden: [B, S, H] of the slots after the anchor.
@@ -169,12 +169,20 @@ class Drafter(nn.Module):
             anchor_ids: [B, 1]
 
         Returns:
-            [B, S]
+            `draft_ids` [B, S], ids of the target's vocabulary, and `draft_logits`. For DFlash 2 `draft_candidates` and
+            `draft_edges`, see `CandidateSelector.edges`. Where the drafter has a vocabulary of its own,
+            `draft_vocabulary` [B, 1, V]: the target's id of each of its tokens.
         """
         if self.config.dflash2 is not None:
-            return self.candidate_selector.walk(hidden, logits, anchor_ids)
+            candidates, edges = self.candidate_selector.edges(hidden, logits, anchor_ids)
+            ids = self.candidate_selector.walk(candidates, edges)
+            return {"draft_ids": ids, "draft_logits": logits, "draft_candidates": candidates, "draft_edges": edges}
         best = logits.argmax(-1)
-        return best if self.target_ids is None else self.target_ids[best]
+        if self.target_ids is None:
+            return {"draft_ids": best, "draft_logits": logits}
+        # An output that depends on no input is no output to every backend.
+        vocabulary = self.target_ids + 0 * anchor_ids.unsqueeze(2)
+        return {"draft_ids": self.target_ids[best], "draft_logits": logits, "draft_vocabulary": vocabulary}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, V] in fp32; V is the draft vocabulary where the drafter has one of its own."""
@@ -210,7 +218,7 @@ def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def proposals_by_definition(drafter: Drafter, hidden: Tensor, logits: Tensor, anchor_ids: Tensor) -> Tensor:
-    """The reference of `Drafter.proposals`: DFlash 2 walks from slot to slot.
+    """The reference of the proposals of `Drafter.outputs`: DFlash 2 walks from slot to slot.
 
     Args:
         drafter: With real weights.
@@ -223,7 +231,7 @@ def proposals_by_definition(drafter: Drafter, hidden: Tensor, logits: Tensor, an
     """
     if drafter.config.dflash2 is not None:
         return drafter.candidate_selector.walk_slot_by_slot(hidden[:, 1:], logits, anchor_ids)
-    return drafter.proposals(hidden[:, 1:], logits, anchor_ids)
+    return drafter.outputs(hidden[:, 1:], logits, anchor_ids)["draft_ids"]
 
 
 @torch.no_grad()

@@ -79,11 +79,8 @@ class CandidateSelector(nn.Module):
         output: Tensor = context @ self.successor_codebook[candidates].float().transpose(2, 3)
         return output
 
-    def walk(self, hidden: Tensor, logits: Tensor, anchor_ids: Tensor) -> Tensor:
-        """The chosen token of every slot, [B, S], without a loop over the slots.
-
-        Every slot's choice is a map from its predecessor's number among the candidates to its own. The walk is the
-        composition of these maps, taken over 1, 2, 4, ... neighbouring slots at a time.
+    def edges(self, hidden: Tensor, logits: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Candidates of every slot, and what each is worth after each candidate of the slot before.
 
         Args:
             hidden: [B, S, H] after the final norm.
@@ -91,15 +88,29 @@ class CandidateSelector(nn.Module):
             anchor_ids: [B, 1]
 
         Returns:
+            candidates [B, S, k], scores [B, S, k, k] in fp32; before the first slot is the anchor, k times.
+        """
+        likelihood, candidates = torch.topk(logits, self.top_k, dim=-1)
+        first = anchor_ids.unsqueeze(2).expand(-1, 1, self.top_k)
+        predecessors = torch.cat((first, candidates), dim=1)[:, : logits.shape[1]]
+        return candidates, likelihood.unsqueeze(2) + self._transitions(hidden, predecessors, candidates)
+
+    def walk(self, candidates: Tensor, edges: Tensor) -> Tensor:
+        """The chosen token of every slot, [B, S], without a loop over the slots.
+
+        Every slot's choice is a map from its predecessor's number among the candidates to its own. The walk is the
+        composition of these maps, taken over 1, 2, 4, ... neighbouring slots at a time.
+
+        Args:
+            candidates: [B, S, k] from `edges`.
+            edges: [B, S, k, k] from there.
+
+        Returns:
             [B, S]; right for up to `MOST_SLOTS` slots, which the pair check keeps to.
         """
-        S, k = logits.shape[1], self.top_k
-        likelihood, candidates = torch.topk(logits, k, dim=-1)
-        first = anchor_ids.unsqueeze(2).expand(-1, 1, k)  # the anchor, whichever number is asked for
-        predecessors = torch.cat((first, candidates), dim=1)[:, :S]
-        scores = likelihood.unsqueeze(2) + self._transitions(hidden, predecessors, candidates)
-        chosen = scores.argmax(-1)  # [B, S, k]
-        same = torch.arange(k).expand(logits.shape[0], 1, k)
+        S = candidates.shape[1]
+        chosen = edges.argmax(-1)  # [B, S, k]
+        same = torch.arange(self.top_k).expand(candidates.shape[0], 1, self.top_k)
         for doubling in range(DOUBLINGS):
             before = torch.cat((same.expand(-1, 1 << doubling, -1), chosen), dim=1)[:, :S]
             chosen = chosen.gather(2, before)

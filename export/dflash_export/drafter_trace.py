@@ -75,8 +75,7 @@ class _DraftForTrace(nn.Module):
 
         hidden = self.drafter.block(input_ids, positions, attend_cached)
         logits = self.drafter.logits(hidden[:, 1:])
-        ids = self.drafter.proposals(hidden[:, 1:], logits, input_ids[:, :1])
-        return {"draft_ids": ids, "draft_logits": logits, "present": present}
+        return {**self.drafter.outputs(hidden[:, 1:], logits, input_ids[:, :1]), "present": present}
 
 
 def trace_context(config: DrafterConfig, dtype: torch.dtype, taps_dtype: torch.dtype | None = None) -> ir.Model:
@@ -127,7 +126,10 @@ def trace_drafter(config: DrafterConfig, tables: DrafterTables, dtype: torch.dty
     names = {name: PREFIX + name for name, _ in drafter.named_parameters(remove_duplicate=False)}
     names |= {EMBEDDING: tables.embedding_weight, HEAD: tables.head_weight}
     model = _export(_DraftForTrace(drafter), example, "input_ids", names)
-    _name_interface(model, ["input_ids", "position"], ["draft_ids", "draft_logits"], config.num_layers)
+    outputs = ["draft_ids", "draft_logits"]
+    outputs += ["draft_candidates", "draft_edges"] if config.dflash2 is not None else []
+    outputs += ["draft_vocabulary"] if tables.target_ids is not None else []
+    _name_interface(model, ["input_ids", "position"], outputs, config.num_layers)
     return model
 
 

@@ -24,6 +24,8 @@ _SYMBOLS: dict[tuple[str, str], list[str | None]] = {
     ("drafter", "input_ids"): [None, "b"],
     ("drafter", "draft_ids"): [None, "b-1"],
     ("drafter", "draft_logits"): [None, "b-1", None],
+    ("drafter", "draft_candidates"): [None, "b-1", None],
+    ("drafter", "draft_edges"): [None, "b-1", None, None],
 }
 
 

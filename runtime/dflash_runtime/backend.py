@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import BackendError
@@ -46,11 +46,25 @@ class Backend(Protocol):
     def logits(self, rows: int) -> npt.NDArray[Any]:
         """[rows, V] in fp32: what the last `prefill` (1 row) or `verify` scored; the next call overwrites it."""
 
+    def draft_outputs(self, rows: int) -> dict[str, npt.NDArray[Any]]:
+        """All that the drafter's graph said of the last block, [rows, ...] each, by name; a draft overwrites it."""
+
     def append_context(self, rows: int, position: int) -> None:
         """Gives the drafter the taps of the last target call; without a drafter there is nothing to give."""
 
     def close(self) -> None:
         """Frees what the backend holds."""
+
+
+@runtime_checkable
+class CandidateSource(Backend, Protocol):
+    """A backend from which a row of logits is dear to fetch, and its likeliest tokens are not."""
+
+    def candidates(self, rows: int, temperature: float) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+        """What is likeliest of what `logits` gives: ids and logits, [rows, K].
+
+        The third is [rows], the sum of exp((logit - largest) / temperature) over a row; NaN where one is not finite.
+        """
 
 
 def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int,

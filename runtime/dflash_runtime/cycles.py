@@ -71,12 +71,15 @@ class HostCycles:
         """See `Cycles`."""
         backend, block_size, position = self._backend, self._block_size, self._position
         proposed = backend.draft(self._anchor, block_size, position) if block_size > 1 else []
-        posterior = backend.verify([self._anchor, *proposed], position)
         if self._chooser is not None:
-            posterior = self._chooser.choose(backend.logits(block_size), proposed, position + 1)
+            proposed = self._chooser.propose(backend, proposed, position + 1)
+        block = [self._anchor, *proposed]
+        posterior = backend.verify(block, position)
+        if self._chooser is not None:
+            posterior = self._chooser.decide(backend, len(block), proposed, position + 1)
         committed = cut(accept(proposed, posterior), self._limit - position - 1, self._stop_ids)
         # All rows of the block are written; the next cycle begins where the rejected ones do and replaces them.
-        backend.append_context(block_size, position)
+        backend.append_context(len(block), position)
         if self._chooser is not None:
             self._chooser.commit(committed)
         self._anchor, self._position = committed[-1], position + len(committed)

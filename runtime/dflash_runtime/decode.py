@@ -42,7 +42,7 @@ def decode(
         backend.append_context(len(chunk), start)
         position += len(chunk)
     if chooser is not None:
-        (token,) = chooser.choose(backend.logits(1), [], position)
+        (token,) = chooser.decide(backend, 1, [], position)
     cycles: Cycles = backend if chooser is None and isinstance(backend, Cycles) else HostCycles(backend, chooser)
     cycles.start_cycles(token, position, end, stop_token_ids)
     done, number, size = Round([token], [], kept_rows=kept), 0, 0

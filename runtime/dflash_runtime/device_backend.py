@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from dflash_runtime.bundle import Bundle
 from dflash_runtime.cycles import Round
 from dflash_runtime.device import Array, Buffer, Device
 from dflash_runtime.device_caches import DeviceCaches
-from dflash_runtime.device_engine import BoundWeight, DeviceEngineRecord, find_device_engine
+from dflash_runtime.device_engine import BoundWeight, DeviceEngineRecord, find_device_engine, row_outputs
 from dflash_runtime.device_graph import DeviceGraph
 from dflash_runtime.device_numbers import PLACES, DeviceNumbers
 from dflash_runtime.device_weights import WeightPlaces, WeightSource, upload_weights
@@ -62,7 +63,7 @@ class DeviceBackend:
         self.cycles_ahead = PLACES - 1 if self._fused else 0
         loaded = {facts.kind: (facts, device.open_engine(folder / facts.file, facts.profiles))
                   for facts in record.engines}
-        wanted = {"target", "acceptance", *(("drafter_context", "drafter") if manifest.drafter is not None else ())}
+        wanted = {"target", "acceptance", "candidates", *(("drafter_context", "drafter") if manifest.drafter else ())}
         if missing := sorted(wanted - loaded.keys()):
             raise EngineError(f"The engines in {folder} lack {', '.join(missing)}. {remedy}")
         scratch = device.allocate(max(1, *(engine.scratch_bytes for _, engine in loaded.values())))
@@ -84,8 +85,10 @@ class DeviceBackend:
         scores = next(o for o in manifest.target.graph.outputs if o.name == "logits")
         if scores.dtype != "F32":
             raise EngineError(f"The target's logits are {scores.dtype}, and tokens are chosen from fp32. {remedy}")
-        logit_rows = max(profile.logit_rows for profile in profiles)
-        self._logits = device.host_memory(logit_rows * 4 * manifest.target.vocab_size)
+        outputs = {"target": [scores], "candidates": row_outputs(manifest.target.vocab_size),
+                   "drafter": [] if manifest.drafter is None else manifest.drafter.graph.outputs}  # fmt: skip
+        self._fetched = {kind: [(io, device.host_memory(self.buffers[kind][io.name].size_bytes)) for io in all_of_it]
+                         for kind, all_of_it in outputs.items()}  # fmt: skip
         self._captured: dict[int, Callable[[], None]] = {}
         self._unread = deque[tuple[int, int]]()  # place to read into and block size of each cycle that is enqueued
         self._position = self._enqueued = 0
@@ -104,7 +107,7 @@ class DeviceBackend:
             for tensor, size in graph.sizes_bytes().items():
                 if tensor not in own and tensor not in of_caches:
                     own[tensor] = self.device.allocate(size)
-                    if tensor == "taps":
+                    if tensor in ("taps", "logits"):
                         shared[tensor] = own[tensor]
             for profile in graph.facts.profiles:
                 graph.bind(profile, {**own, **caches.tensors(profile.capacity_rows or caches.layout_rows)})
@@ -142,10 +145,19 @@ class DeviceBackend:
 
     def logits(self, rows: int) -> Array:
         """See `Backend.logits`."""
-        found = self._logits[: rows * 4 * self.bundle.manifest.target.vocab_size]
-        self.device.download(found, self.buffers["target"]["logits"].address)
-        self._numbers.wait()
-        return found.view(np.float32).reshape(rows, -1)
+        return self._fetch("target", rows)["logits"]
+
+    def draft_outputs(self, rows: int) -> dict[str, Array]:
+        """See `Backend.draft_outputs`."""
+        return self._fetch("drafter", rows)
+
+    def candidates(self, rows: int, temperature: float) -> tuple[Array, Array, Array]:
+        """See `CandidateSource.candidates`."""
+        self._numbers.say_temperature(temperature)
+        graph = self._graphs["candidates"]
+        graph.enqueue(graph.pick(rows, 0, 0))
+        found = self._fetch("candidates", rows)
+        return found["candidate_ids"], found["candidate_values"], found["candidate_total"]
 
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`."""
@@ -202,6 +214,17 @@ class DeviceBackend:
     def _append_and_advance(self, block_size: int) -> None:
         self.append_context(block_size, self._position)
         self._numbers.advance()
+
+    def _fetch(self, kind: str, rows: int) -> dict[str, Array]:
+        """The first rows of what a graph put out, by name."""
+        found = dict[str, Array]()
+        for io, host in self._fetched[kind]:
+            sizes, dtype = io.array_form(rows)
+            piece = host[: math.prod(sizes) * np.dtype(dtype).itemsize]
+            self.device.download(piece, self.buffers[kind][io.name].address)
+            found[io.name] = piece.view(dtype).reshape(sizes)
+        self._numbers.wait()
+        return found
 
     def _run_target(self, ids: Sequence[int], position: int, logit_rows: Sequence[int]) -> list[int]:
         self._numbers.say(ids, position, logit_rows)

@@ -6,13 +6,24 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_runtime.bundle import Bundle, cache_root
+from dflash_runtime.bundle import Bundle, TensorFacts, cache_root
 from dflash_runtime.engine_record import ENGINE_RECORD_NAME, EngineRecord, read_engine, source_problems
 from dflash_runtime.errors import EngineError
 
-DEVICE_ENGINE_SCHEMA_VERSION = 1
+DEVICE_ENGINE_SCHEMA_VERSION = 2
 STOP_ID_SLOTS = 32
 """Stop ids that the acceptance engine compares with; -2 fills those that are not needed."""
+
+CANDIDATES = 128
+"""Likeliest tokens of a row that the candidates engine puts out."""
+
+
+def row_outputs(vocab_size: int) -> list[TensorFacts]:
+    """What the candidates engine puts out of each row; see `CandidateSource`."""
+    rows: list[int | str] = ["B", "R"]
+    shape = [*rows, min(CANDIDATES, vocab_size)]
+    return [TensorFacts("candidate_ids", "I64", shape), TensorFacts("candidate_values", "F32", shape),
+            TensorFacts("candidate_total", "F32", rows)]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +54,7 @@ class GraphEngine:
     """The engine of one graph."""
 
     kind: str
-    """target, drafter_context, drafter or acceptance."""
+    """target, drafter_context, drafter, acceptance or candidates."""
     file: str
     build_key: str
     """Equal for engines that are the same: network, shapes, GPU, TensorRT. Every fine-tune of a shape shares it."""

@@ -11,7 +11,7 @@ from dflash_runtime.device_engine import STOP_ID_SLOTS
 from dflash_runtime.errors import PromptError
 
 _INT_BYTES = 8
-_SAID = ("position", "input_ids", "draft_input", "logit_rows", "stop_ids", "limit")
+_SAID = ("position", "input_ids", "draft_input", "logit_rows", "stop_ids", "limit", "temperature")
 _FOUND = ("new_position", "anchor", "committed", "count", "token_ids", "draft_ids", "done")
 PLACES = 2
 """To read into, each with its mark: one cycle runs while the one before it is read."""
@@ -63,6 +63,11 @@ class DeviceNumbers:
         self.said["limit"][0], self.said["stop_ids"][:] = limit, -2
         self.said["stop_ids"][: len(stop_ids)] = list(stop_ids)
         self.say([max(anchor, 0)], position, range(len(self.said["logit_rows"])))
+
+    def say_temperature(self, temperature: float) -> None:
+        """Tells the next call for candidates, in fp32."""
+        self.said["temperature"].view(np.float32)[0] = temperature
+        self._device.upload(self.buffers["temperature"].address, self.said["temperature"])
 
     def set_rows(self, count: int) -> None:
         """How many rows of the block count, from a table that lies on the device."""

@@ -3,12 +3,71 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from dflash_runtime.bundle import Manifest
+from dflash_runtime.bundle import DrafterFacts, Manifest
 from dflash_runtime.errors import PromptError
-from dflash_runtime.sampling_config import Sampling
+
+PROPOSALS = ("argmax", "coupled", "sampled")
+_LIMITS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 1e300), "top_k": (0, 2**63), "top_p": (1e-9, 1), "min_p": (0.0, 1),
+    "repetition_penalty": (1e-9, 1e300), "presence_penalty": (-1e300, 1e300), "frequency_penalty": (-1e300, 1e300),
+}  # fmt: skip
+"""Least and most of an option; it must be whole where the least is written so."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen. The defaults are greedy decoding."""
+
+    temperature: float = 0.0
+    """0 takes the likeliest token; 1 samples the target's own distribution."""
+    top_k: int = 0
+    """Keep the k likeliest tokens and those equal to the last of them; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the fewest likeliest tokens that have this much probability together, and those equal to the last."""
+    min_p: float = 0.0
+    """Keep tokens at least this times as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Divides the positive scores of tokens in prompt and answer, multiplies the negative ones."""
+    presence_penalty: float = 0.0
+    """Taken once from the score of every token in the answer."""
+    frequency_penalty: float = 0.0
+    """Taken from the score of a token for each time it is in the answer."""
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Token id -> what is added to its score."""
+    seed: int | None = None
+    """Equal seeds give equal texts; None draws one."""
+    proposals: str = "argmax"
+    """What the drafter proposes above temperature 0: `argmax`, its likeliest tokens; `coupled`, tokens drawn from its
+    distribution with the noise that the target's are drawn with; `sampled`, drawn with noise of their own and kept by
+    rejection sampling. The target's distribution is kept by all; with `sampled` alone the text of a seed depends on
+    the block sizes too, and so on time where these are `auto`."""
+
+    def check_sampling(self, vocab_size: int) -> None:
+        """Raises PromptError for the first option that makes no sense."""
+        for name, (low, high) in _LIMITS.items():
+            _checked(name, getattr(self, name), low, high)
+        if self.seed is not None:
+            _checked("seed", self.seed, 0, 2**64 - 1)
+        if self.proposals not in PROPOSALS:
+            raise PromptError(f"proposals is {self.proposals!r} and must be one of {', '.join(PROPOSALS)}.")
+        for token, bias in self.logit_bias.items():
+            if not 0 <= token < vocab_size or not bias < math.inf:
+                raise PromptError(f"logit_bias has {token}: {bias}; ids go from 0 to {vocab_size - 1}.")
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the graph's own argmax is not enough."""
+        return self.temperature > 0 or self.needs_full_rows
+
+    @property
+    def needs_full_rows(self) -> bool:
+        """Whether more is active than temperature, top-k and top-p: then no device picks tokens or candidates."""
+        others = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1, self.min_p)
+        return any(others) or bool(self.logit_bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +100,7 @@ class GenerationConfig(Sampling):
     def check(self, manifest: Manifest) -> None:
         """Raises PromptError for the first option that cannot be used with this bundle."""
         self.check_sampling(manifest.target.vocab_size)
-        if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
-            raise PromptError(f"max_new_tokens is {self.max_new_tokens!r} and must be a whole number >= 1.")
+        _checked("max_new_tokens", self.max_new_tokens, 1, 2**63)
         for option in ("plain", "raw", "reuse_prefix"):
             if not isinstance(getattr(self, option), bool):
                 raise PromptError(f"{option} is {getattr(self, option)!r} and must be True or False.")
@@ -51,23 +109,23 @@ class GenerationConfig(Sampling):
         check_ids("stop_token_ids", self.stop_token_ids or (), manifest.target.vocab_size)
         if self.template_args is not None and not isinstance(self.template_args, Mapping):
             raise PromptError(f"template_args is {self.template_args!r} and must map names to values.")
-        given = [name for name in ("block_size", "block_schedule") if getattr(self, name) is not None]
-        given += ["plain"] if self.plain else []
+        given = [name for name in ("block_size", "block_schedule", "plain") if getattr(self, name) not in (None, False)]
         if len(given) > 1:
             raise PromptError(f"{' and '.join(given)} contradict each other; give one of them.")
         if manifest.drafter is None and given and not self.plain:
             remedy = "Leave it out, or add a drafter with: dflash-export add-drafter BUNDLE DRAFTER"
             raise PromptError(f"{given[0]} is given, but the bundle has no drafter. {remedy}")
+        if manifest.drafter is not None and not self.plain and self.temperature > 0 and self.proposals != "argmax":
+            _check_drafts(manifest.drafter, manifest.target.vocab_size)
         if self.block_size not in (None, "auto"):
             check_block_size("block_size", self.block_size, manifest)
 
     def block_size_of(self, manifest: Manifest) -> Callable[[int], int]:
         """The block size of every round; 1 throughout for plain decoding."""
-        if self.block_schedule is not None:
-            schedule = self.block_schedule
-            return lambda n: check_block_size(f"block_schedule({n})", schedule(n), manifest)
         size = self.fixed_block_size(manifest)
-        return lambda n: size
+        if (schedule := self.block_schedule) is None:
+            return lambda n: size
+        return lambda n: check_block_size(f"block_schedule({n})", schedule(n), manifest)
 
     def fixed_block_size(self, manifest: Manifest) -> int:
         """The request's block size, the largest where a schedule varies it."""
@@ -80,22 +138,31 @@ class GenerationConfig(Sampling):
 
 def check_block_size(name: str, size: Any, manifest: Manifest) -> int:
     """Returns `size` if the bundle's buffers have room for it, else raises PromptError."""
-    largest = max(manifest.block_sizes)
-    if not _is_int(size) or not 1 <= size <= largest:
-        raise PromptError(f"{name} is {size!r}; this bundle takes whole numbers from 1 to {largest}.")
-    return int(size)
+    return int(_checked(name, size, 1, max(manifest.block_sizes)))
 
 
 def check_ids(name: str, ids: Sequence[Any], vocab_size: int) -> list[int]:
     """Returns token ids as Python integers, or raises PromptError naming the first that is none."""
-    for i, token in enumerate(ids):
-        if not _is_int(token) or not 0 <= token < vocab_size:
-            raise PromptError(f"{name}[{i}] is {token!r}; this model's token ids go from 0 to {vocab_size - 1}.")
-    return [int(token) for token in ids]
+    return [int(_checked(f"{name}[{i}]", token, 0, vocab_size - 1)) for i, token in enumerate(ids)]
 
 
-def _is_int(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+def _checked(name: str, value: Any, low: float, high: float) -> Any:
+    whole = isinstance(low, int)
+    kind = hasattr(value, "__index__") and not isinstance(value, bool) if whole else isinstance(value, (int, float))
+    if not kind or not low <= value <= high:
+        what = "a whole number" if whole else "a number"
+        raise PromptError(f"{name} is {value!r} and must be {what} from {low:.12g} to {high:.12g}.")
+    return value
+
+
+def _check_drafts(drafter: DrafterFacts, vocab_size: int) -> None:
+    """Raises PromptError where the drafter's graph does not say what tokens would have to be drawn from."""
+    widths = {output.name: output.shape[-1] for output in drafter.graph.outputs}
+    needed = ("draft_edges" if "DFlash2" in drafter.architecture else
+              "draft_logits" if widths["draft_logits"] == vocab_size else "draft_vocabulary")  # fmt: skip
+    if needed not in widths:
+        raise PromptError(f"Proposals cannot be drawn from {drafter.name}: its graph puts out {', '.join(widths)} and "
+                          f"not {needed}. Build the bundle again, or leave proposals at 'argmax'.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +205,6 @@ class GenerationResult:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values, without the proposals."""
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del data["proposed_ids"], data["rounds_by_block_size"]
-        if self.seed is None:
-            del data["seed"]
+        left_out = {"proposed_ids", "rounds_by_block_size", "seed" if self.seed is None else ""}
+        data = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**data, "num_drafts": self.num_drafts, "mean_acceptance_length": self.mean_acceptance_length}

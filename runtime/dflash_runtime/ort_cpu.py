@@ -42,6 +42,7 @@ class OrtCpuBackend:
         self._target_state = _allocate(manifest.target.graph.state, capacity, {})
         self._drafter_state: dict[str, Array] = {}
         self._ring_rows = RingRows(record.rings.values())
+        self._draft_outputs: dict[str, Array] = {}
         opener = _Opener(bundle, record, threads)
         self._target = _Graph(opener, manifest.target.graph, self._target_state)
         self._context = self._drafter = None
@@ -49,6 +50,8 @@ class OrtCpuBackend:
             self._mask_token_id = drafter.mask_token_id
             rings = {name: ring.rows for name, ring in record.rings.items()}
             self._drafter_state = _allocate(drafter.context_graph.state, capacity, rings)
+            forms = {facts.name: facts.array_form(max(manifest.block_sizes) - 1) for facts in drafter.graph.outputs}
+            self._draft_outputs = {name: np.zeros((1, *sizes), dtype) for name, (sizes, dtype) in forms.items()}
             self._context = _Graph(opener, drafter.context_graph, self._drafter_state)
             self._drafter = _Graph(opener, drafter.graph, self._drafter_state)
         self._weights = opener.weights
@@ -84,10 +87,14 @@ class OrtCpuBackend:
             raise BackendError("The bundle has no drafter, so nothing can be drafted. Use block size 1.")
         self._append_waiting()
         self._ring_rows.wrote(position + block_size)
-        ids, drafts = self._ids[:, :block_size], self._tokens[:, : block_size - 1]
+        ids, found = self._ids[:, :block_size], {n: a[:, : block_size - 1] for n, a in self._draft_outputs.items()}
         ids[0, 0], ids[0, 1:], self._position[0] = anchor, self._mask_token_id, position
-        self._drafter.run({"input_ids": ids, "position": self._position}, {"draft_ids": drafts})
-        return [int(token) for token in drafts[0]]
+        self._drafter.run({"input_ids": ids, "position": self._position}, found)
+        return [int(token) for token in found["draft_ids"][0]]
+
+    def draft_outputs(self, rows: int) -> dict[str, Array]:
+        """See `Backend.draft_outputs`."""
+        return {name: array[0, :rows] for name, array in self._draft_outputs.items()}
 
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`. Rows of plain steps wait for the next draft: many cost little more than one."""

@@ -5,27 +5,24 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from dflash_runtime.adaptive import BlockSizeController
-from dflash_runtime.backend import Backend
-from dflash_runtime.bundle import Manifest
 from dflash_runtime.cycles import Round
 from dflash_runtime.decode import decode
 from dflash_runtime.errors import PromptError
 from dflash_runtime.generation import GenerationConfig, GenerationResult
 from dflash_runtime.text_stream import TextStream
-from dflash_runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dflash_runtime.session import Session
 
 
 class TextPieces(Iterator[str]):
     """Iterator over the text of a running request; `result` is there once it has ended."""
 
-    def __init__(
-        self, backend: Backend, manifest: Manifest, tokenizer: Tokenizer | None,
-        *, prompt_ids: list[int], config: GenerationConfig, started_s: float, controller: BlockSizeController,
-        before: TextPieces | None,
-    ) -> None:
-        if before is not None:
+    def __init__(self, session: Session, prompt_ids: list[int], config: GenerationConfig, started_s: float) -> None:
+        backend, manifest, controller = session._backend, session.bundle.manifest, session.controller
+        if (before := session._current) is not None:
             before.close()
         # Tokens of the text in the caches, oldest first. All but the newest have their rows in both models.
         self.known_ids: list[int] = [] if before is None else before.known_ids
@@ -46,7 +43,8 @@ class TextPieces(Iterator[str]):
             block_size_of=config.block_size_of(manifest) if self._controller is None else lambda n: controller.choose(),
             kept_rows=_kept_rows(self.known_ids, prompt_ids) if config.reuse_prefix else 0,
         )
-        self._text = TextStream((lambda ids: "") if tokenizer is None else tokenizer.decode, config.stop_strings)
+        decode_ids = (lambda ids: "") if session.tokenizer is None else session.tokenizer.decode
+        self._text = TextStream(decode_ids, config.stop_strings)
         self._started_s, self._first_token_s, self._decode_s = started_s, 0.0, 0.0
         self.rounds: list[Round] = []  # what was committed so far, the prefill's token first
         self._pieces: list[str] = []

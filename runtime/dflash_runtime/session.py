@@ -80,10 +80,7 @@ class Session:
         if config.stop_strings and self.tokenizer is None:
             raise PromptError("stop_strings is given, but the bundle has no tokenizer. Use stop_token_ids.")
         ids = self._prompt_ids(prompt, config)
-        self._current = TextPieces(
-            self._backend, self.bundle.manifest, self.tokenizer, prompt_ids=ids, config=config, started_s=started,
-            controller=self.controller, before=self._current,
-        )
+        self._current = TextPieces(self, ids, config, started)
         return self._current
 
     def close(self) -> None:

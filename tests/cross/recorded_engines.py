@@ -9,6 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from dflash_engines.acceptance_graph import ACCEPTANCE
+from dflash_engines.candidates_graph import CANDIDATES
 from dflash_engines.passes.explicit_mask import ExplicitMaskPass
 from dflash_engines.passes.flat_matmul import FlatMatMulPass
 from dflash_engines.passes.weight_inputs import WeightInputsPass
@@ -37,7 +38,7 @@ def write_recorded_engines(
     folder.mkdir(parents=True, exist_ok=True)
     engines = []
     for kind in plan.kinds:
-        if kind == ACCEPTANCE:
+        if kind in (ACCEPTANCE, CANDIDATES):
             onnx, weights = plan.network(kind).onnx, list[BoundWeight]()
         else:
             model, weights = _network(ir.load(bundle.file(plan.graphs[kind])), kind, form, plan.capacity_rows)  # type: ignore[arg-type]

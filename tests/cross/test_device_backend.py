@@ -8,6 +8,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,74 @@ def test_sampled_text_is_that_of_ort_cpu(opened: Opened, expected: Any, seed: in
     options: Any = {"temperature": 0.3, "top_p": 0.95, "repetition_penalty": 1.1, "seed": seed, "block_size": 4}
     assert opened.tokens(prompt_of(8), **options) == expected(prompt_of(8), **options)
     assert opened.tokens(prompt_of(8), block_size=4) == expected(prompt_of(8), block_size=4)
+
+
+class Fetched:
+    """Counts what a session fetches to choose tokens."""
+
+    def __init__(self, opened: Opened, patch: pytest.MonkeyPatch) -> None:
+        self.counts = {"candidates": 0, "logits": 0}
+        for name in self.counts:
+            patch.setattr(opened.backend, name, partial(self._count, name, getattr(opened.backend, name)))
+
+    def _count(self, name: str, true: Any, *arguments: Any) -> Any:
+        self.counts[name] += 1
+        return true(*arguments)
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 20}, {"top_k": 100, "top_p": 0.8}, {"top_p": 0.3, "temperature": 0.2}], ids=str
+)
+def test_candidates_are_enough_and_the_text_is_the_same(
+    opened: Opened, expected: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = Fetched(opened, monkeypatch)
+    options = {"temperature": 0.8, "seed": 4, "block_size": 8, **options}
+    assert opened.tokens(prompt_of(8), **options) == expected(prompt_of(8), **options)
+    assert fetched.counts["candidates"] > 3 and fetched.counts["logits"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 128}, {"top_p": 0.999}], ids=str)
+def test_where_candidates_are_not_enough_rows_are_fetched(
+    opened: Opened, expected: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a filter every token counts; behind as many as there are candidates another may be as likely."""
+    fetched = Fetched(opened, monkeypatch)
+    options = {"temperature": 3.0, "seed": 4, "block_size": 4, **options}
+    assert opened.tokens(prompt_of(8), **options) == expected(prompt_of(8), **options)
+    assert fetched.counts["candidates"] >= fetched.counts["logits"] > 3
+
+
+@pytest.mark.parametrize("options", [{"min_p": 0.05}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_with_other_processors_no_candidates_are_asked_for(
+    opened: Opened, expected: Any, options: Any, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = Fetched(opened, monkeypatch)
+    options = {"temperature": temperature, "top_k": 20, "seed": 4, "block_size": 8, **options}
+    assert opened.tokens(prompt_of(8), **options) == expected(prompt_of(8), **options)
+    assert fetched.counts["candidates"] == 0 < fetched.counts["logits"]
+
+
+@pytest.mark.parametrize("kind", ["coupled", "sampled"])
+def test_drawn_proposals_are_those_of_ort_cpu(opened: Opened, expected: Any, kind: str) -> None:
+    options: Any = {"temperature": 0.7, "top_k": 30, "seed": 3, "block_size": 8, "proposals": kind}
+    assert opened.tokens(prompt_of(8), **options) == expected(prompt_of(8), **options)
+
+
+@pytest.mark.parametrize("fault", ["total", "values", "ids"])
+def test_wrong_candidates_show(opened: Opened, expected: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = opened.backend.candidates
+
+    def wrong(rows: int, temperature: float) -> Any:
+        ids, values, total = (array.copy() for array in true(rows, temperature))
+        if fault == "ids":
+            ids = np.roll(ids, 1, 1)
+        return ids, values * (0.5 if fault == "values" else 1), total * (0.6 if fault == "total" else 1)
+
+    monkeypatch.setattr(opened.backend, "candidates", wrong)
+    options: Any = {"temperature": 0.5, "top_p": 0.3, "seed": 4, "block_size": 8}
+    assert opened.tokens(prompt_of(8), **options) != expected(prompt_of(8), **options)
 
 
 @pytest.mark.parametrize("length", [CONTEXT - 20, CONTEXT - 1, CONTEXT])
@@ -341,7 +410,8 @@ def test_short_contexts_read_short_caches(bundle: Bundle) -> None:
 def test_without_a_drafter(bundle: Bundle, expected: Any) -> None:
     folder = bundle.path / "engines" / "tensorrt-rtx-sm89"
     record = read_device_engine(folder, "none")
-    alone = dataclasses.replace(record, engines=[e for e in record.engines if e.kind in ("target", "acceptance")])
+    kinds = ("target", "acceptance", "candidates")
+    alone = dataclasses.replace(record, engines=[engine for engine in record.engines if engine.kind in kinds])
     plain = Bundle(bundle.path, dataclasses.replace(bundle.manifest, drafter=None))
     backend = DeviceBackend("tensorrt-rtx", plain, RecordingDevice(), folder, alone, 128)
     result = Session(plain, backend, None).generate(prompt_of(40), FREE)

@@ -9,6 +9,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -32,8 +33,9 @@ from dflash_export.drafter_config import DFlash2Config
 from dflash_export.drafter_dflash2 import MOST_SLOTS, CandidateSelector
 from dflash_export.drafter_gate import DrafterGate
 from dflash_export.parity import PrecisionPasses
-from dflash_runtime import GenerationConfig, Session
+from dflash_runtime import GenerationConfig, PromptError, Session
 from dflash_runtime.bundle import Bundle
+from dflash_runtime.sampling import TokenChooser
 
 PAIRS = [
     Pair(
@@ -69,6 +71,58 @@ def test_every_round_is_the_authors(exported: Make, pair: Pair) -> None:
                 assert differences(session.generate(prompt, config), expected) == []
                 accepted |= set(expected.acceptance_lengths)
     assert len(accepted) > 2
+
+
+def test_proposals_are_drawn_from_the_selectors_distribution(exported: Make) -> None:
+    """Slot by slot along the authors' own path, whose draws are theirs; then a request that draws its own."""
+    bundle, temperature, prompt = exported(PAIRS[0]), 0.6, prompts()[1]
+    authors, calls = Authors(bundle.parent), list[Any]()
+    select = authors.drafter.candidate_selector.select
+
+    def noted(hidden: Any, logits: Any, anchor_ids: Any, temperature: float) -> Any:
+        calls.append((int(anchor_ids), [found[0] for found in select(hidden, logits, anchor_ids, temperature)]))
+        path, candidates, rows = calls[-1][1]
+        return path[None], candidates[None], rows[None]
+
+    authors.drafter.candidate_selector.select = noted
+    torch.manual_seed(0)
+    authors._generate(authors.drafter, authors.target, torch.tensor([prompt]), 3, None, block_size=8,
+                      temperature=temperature)  # fmt: skip
+    anchor, (path, candidates, rows) = calls[0]
+    options: Any = {"temperature": temperature, "seed": 1, "stop_token_ids": []}
+    with Session.open(bundle, threads=1) as session:
+        backend: Any = session._backend
+        backend.reset()
+        backend.prefill(prompt, 0)
+        backend.append_context(len(prompt), 0)
+        backend.draft(anchor, 1 + len(path), len(prompt))
+        chooser = TokenChooser(GenerationConfig(**options, proposals="sampled"), prompt, 512)
+        drawn: list[int] = []
+        for i, (ids, scores) in enumerate(chooser._draft_rows(backend, len(path), drawn)):
+            q = np.zeros(512)
+            q[ids] = np.exp(scores) / np.exp(scores).sum()
+            expected = np.zeros(512)
+            expected[candidates[i].numpy()] = rows[i].numpy()
+            np.testing.assert_allclose(q, expected, atol=1e-5)
+            drawn.append(int(path[i]))
+        plain = session.generate(prompt, GenerationConfig(**options, plain=True))
+        coupled = session.generate(prompt, GenerationConfig(**options, proposals="coupled"))
+        sampled = session.generate(prompt, GenerationConfig(**options, proposals="sampled"))
+    assert coupled.token_ids == plain.token_ids and len(set(sampled.acceptance_lengths)) > 1
+
+
+def test_a_bundle_without_the_selectors_scores_is_refused_by_name(exported: Make) -> None:
+    bundle = Bundle.open(exported(PAIRS[0]))
+    assert bundle.manifest.drafter is not None
+    graph = bundle.manifest.drafter.graph
+    graph = dataclasses.replace(graph, outputs=[o for o in graph.outputs if o.name != "draft_edges"])
+    drafter = dataclasses.replace(bundle.manifest.drafter, graph=graph)
+    old = dataclasses.replace(bundle.manifest, drafter=drafter)
+    for kind in ("sampled", "coupled"):
+        with pytest.raises(PromptError, match=r"draft_logits, draft_candidates and not draft_edges\. Build"):
+            GenerationConfig(temperature=1.0, proposals=kind).check(old)
+        GenerationConfig(temperature=1.0, proposals=kind, plain=True).check(old)
+    GenerationConfig(temperature=1.0).check(old)
 
 
 def test_a_half_precision_build_passes_its_gate(once: Once) -> None:
@@ -163,8 +217,8 @@ def test_the_composed_walk_is_the_walk_for_every_number_of_slots() -> None:
             parameter.normal_()
         for slots in (1, 2, 3, 15, 16, 33, MOST_SLOTS):
             hidden, logits = torch.randn(1, slots, 12), torch.randn(1, slots, 40)
-            one, two = (
-                walk(hidden, logits, torch.tensor([[7]])) for walk in (selector.walk, selector.walk_slot_by_slot)
-            )
+            anchor = torch.tensor([[7]])
+            one = selector.walk(*selector.edges(hidden, logits, anchor))
+            two = selector.walk_slot_by_slot(hidden, logits, anchor)
             assert torch.equal(one, two)
             assert slots == 1 or not torch.equal(one, logits.argmax(-1))  # the selector did choose

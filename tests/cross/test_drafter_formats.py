@@ -117,8 +117,17 @@ def test_every_round_is_that_of_the_same_weights_in_zlab_format(once: Once, name
             found = session.generate(prompt, GenerationConfig(max_new_tokens=24, stop_token_ids=[]))
             assert differences(found, expected) == []
             proposed |= {i for round_ in expected.proposed_ids for i in round_}
+        options = GenerationConfig(max_new_tokens=24, stop_token_ids=[], temperature=0.8, seed=2)
+        texts = [session.generate([5], dataclasses.replace(options, **how)).token_ids
+                 for how in ({"plain": True}, {"proposals": "coupled"})]  # fmt: skip
+        assert texts[0] == texts[1]
+        drawn = session.generate([5], dataclasses.replace(options, proposals="sampled"))
+        drafted: Any = session._backend.draft_outputs(3)
     if name == "speculators-reduced":
         assert max(proposed) > 96  # ids of the target, not rows of the drafter's head
+        (vocabulary,) = drafted["draft_vocabulary"]
+        assert (vocabulary[drafted["draft_logits"].argmax(-1)] == drafted["draft_ids"]).all()
+        assert {i for round_ in drawn.proposed_ids for i in round_} <= set(vocabulary.tolist())
 
 
 @pytest.mark.parametrize("name", MEANING)

@@ -35,7 +35,7 @@ from dflash_tools.pipeline import build
 pytest.importorskip("tensorrt_rtx")
 BF16, FP16 = HALF_PAIRS
 CAPABILITIES = ("8.6", "8.9", "12.0")
-KINDS = ["target", "drafter_context", "drafter", "acceptance"]
+KINDS = ["target", "drafter_context", "drafter", "acceptance", "candidates"]
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +74,8 @@ def test_engines_for_each_gpu(pair: Pair, capability: str, bundle_of: Callable[[
     built = build_engines(bundle, options(compute_capability=capability, block_sizes=(), use_cache=False))
     assert [engine.kind for engine in built.record.engines] == KINDS and built.reused == []
     assert built.record.form == "fused" and built.record.execution_precision == pair.precision
-    target, context, drafter, acceptance = built.record.engines
-    assert [p.rows for p in acceptance.profiles] == [1, 4, 8, 16]
+    target, context, drafter, acceptance, candidates = built.record.engines
+    assert [p.rows for p in acceptance.profiles] == [1, 4, 8, 16] == [p.logit_rows for p in candidates.profiles]
     assert [p.rows for p in target.profiles] == [1, 4, 8, 16, 32] == [p.rows for p in context.profiles]
     assert [p.logit_rows for p in target.profiles] == [1, 4, 8, 16, 1]
     assert [p.rows for p in drafter.profiles] == [4, 8, 16]
@@ -98,7 +98,7 @@ def test_embedded_weights_and_the_other_precision(bundle_of: Callable[[Pair], Bu
     assert all(not engine.weights for engine in embedded.record.engines) and embedded.weight_bytes == 0
     assert embedded.engine_bytes > shared.engine_bytes
     half = build_engines(bundle, options(precision="fp16"))
-    assert half.record.execution_precision == "fp16" and half.reused == ["acceptance"]
+    assert half.record.execution_precision == "fp16" and half.reused == ["acceptance", "candidates"]
     assert {w.dtype for engine in half.record.engines for w in engine.weights} == {"F16", "F32"}
     with pytest.raises(EngineError, match="keep the bundle's precision, bf16, and fp16 is asked"):
         build_engines(bundle, options(weights_mode="embedded", precision="fp16"))
@@ -109,7 +109,7 @@ def test_residuals_in_fp32_on_request(bundle_of: Callable[[Pair], Bundle]) -> No
     before = build_engines(bundle, options())
     kept = build_engines(bundle, options(fp32_residuals=True))
     # The drafter's context embeds nothing and has no stream: its engine is the same one.
-    assert kept.reused == ["drafter_context", "acceptance"]
+    assert kept.reused == ["drafter_context", "acceptance", "candidates"]
     assert {w.dtype for w in kept.record.engines[0].weights} == {w.dtype for w in before.record.engines[0].weights}
 
 

@@ -12,7 +12,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from dflash_engines.acceptance_graph import OPSET, acceptance_model
+from dflash_engines.acceptance_graph import acceptance_model
+from dflash_engines.graph_maker import OPSET
 from dflash_engines.operator_check import check_operators, check_opset
 from dflash_engines.tensorrt_versions import PRIMITIVE_OPERATORS
 from dflash_runtime.cycles import accept, cut

@@ -15,6 +15,7 @@ from small_bundle import write_small_bundle
 from tiny_graphs import Layer, Sizes, drafter_context_model, drafter_model, target_model
 
 from dflash_engines.acceptance_graph import ACCEPTANCE, acceptance_model
+from dflash_engines.candidates_graph import CANDIDATES, candidates_model
 from dflash_engines.half_precision import to_fp32
 from dflash_engines.ort_cuda import CUDA_CONTRIB_OPERATORS, CUDA_OPERATORS, lower_bundle, lower_model
 from dflash_engines.passes.graph_reading import HALF_TYPES
@@ -131,10 +132,12 @@ def test_bidirectional_layers_use_the_kernel_and_windowed_ones_a_mask() -> None:
     assert masked.inputs[3] is not None and masked.inputs[3].dtype == ir.DataType.BOOL
 
 
-@pytest.mark.parametrize("kind", ["target", "drafter_context", "drafter", ACCEPTANCE])
+@pytest.mark.parametrize("kind", ["target", "drafter_context", "drafter", ACCEPTANCE, CANDIDATES])
 def test_with_fixed_sizes_nothing_is_computed_from_shapes(kind: str, tmp_path: Path) -> None:
     if kind == ACCEPTANCE:
         lowered = acceptance_model(stop_ids=8)
+    elif kind == CANDIDATES:
+        lowered = candidates_model(vocab_size=64)
     else:
         maker = {"target": target_model, "drafter_context": drafter_context_model, "drafter": drafter_model}[kind]
         sizes = half(TARGETS["windows"] if kind == "target" else DRAFTERS["windows"])

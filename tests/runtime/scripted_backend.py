@@ -70,6 +70,9 @@ class ScriptedBackend:
     def logits(self, rows: int) -> npt.NDArray[Any]:
         raise AssertionError("greedy decoding asks for no logits")
 
+    def draft_outputs(self, rows: int) -> dict[str, npt.NDArray[Any]]:
+        raise AssertionError("greedy decoding draws no proposals")
+
     def append_context(self, rows: int, position: int) -> None:
         self.calls.append(("append", rows, position))
         assert rows == len(self.taps)

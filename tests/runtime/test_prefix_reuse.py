@@ -67,7 +67,7 @@ KINDS: dict[str, Callable[[int], GenerationConfig]] = {
     "block sizes": lambda turn: config(max_new_tokens=9, block_size=(8, 2, 4)[turn % 3]),
     "plain, then drafted": lambda turn: config(max_new_tokens=9, plain=turn % 2 == 0),
     "sampled": lambda turn: config(
-        max_new_tokens=9, temperature=0.6, seed=turn, repetition_penalty=1.2, presence_penalty=0.3),
+        max_new_tokens=9, temperature=0.3, seed=turn, repetition_penalty=1.2, presence_penalty=0.3),
     "greedy, then sampled": lambda turn: config(max_new_tokens=9, temperature=0.5 * (turn % 2), seed=4),
 }  # fmt: skip
 

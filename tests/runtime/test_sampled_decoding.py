@@ -14,6 +14,7 @@ from tiny_bundle import write_bundle
 
 from dflash_runtime import GenerationConfig, PromptError, Session, cycles
 from dflash_runtime.cycles import accept
+from dflash_runtime.ort_cpu import OrtCpuBackend
 from dflash_runtime.sampling import TokenChooser
 
 PROMPT = [5, 17, 3, 60, 42, 8]
@@ -50,16 +51,106 @@ def test_it_is_plain_decoding_with_that_seed(shared: Session, options: dict[str,
     assert plain.seed == seed == plain.to_json()["seed"]
 
 
+@pytest.mark.parametrize("options", PROCESSORS[:4], ids="+".join)
+def test_so_it_is_with_coupled_proposals(shared: Session, options: dict[str, Any]) -> None:
+    plain = ask(shared, plain=True, seed=5, **options)
+    likeliest, drawn = (ask(shared, seed=5, proposals=kind, **options) for kind in ("argmax", "coupled"))
+    assert likeliest.token_ids == drawn.token_ids == plain.token_ids
+    assert likeliest.proposed_ids != drawn.proposed_ids
+
+
+def test_rejection_sampling_repeats_by_seed_and_is_another_text(shared: Session) -> None:
+    one, two, other = (ask(shared, temperature=0.7, proposals="sampled", seed=s, block_size=4) for s in (3, 3, 4))
+    assert one.token_ids == two.token_ids and one.proposed_ids == two.proposed_ids
+    assert len({tuple(r.token_ids) for r in (one, other, ask(shared, temperature=0.7, plain=True, seed=3))}) == 3
+    assert any(n > 1 for n in one.acceptance_lengths) and 1 in one.acceptance_lengths
+
+
+def test_drawn_proposals_need_no_temperature(shared: Session) -> None:
+    """At temperature 0 they are the likeliest ones."""
+    assert ask(shared, proposals="sampled").proposed_ids == ask(shared).proposed_ids
+
+
+@pytest.mark.parametrize("kind", ["sampled", "coupled"])
+def test_drafters_scores_that_are_not_finite_propose_nothing(
+    shared: Session, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = OrtCpuBackend.draft_outputs
+
+    def broken(backend: OrtCpuBackend, rows: int) -> dict[str, Any]:
+        found = {name: array.copy() for name, array in true(backend, rows).items()}
+        found["draft_logits"][1:, 5] = np.nan
+        return found
+
+    monkeypatch.setattr(OrtCpuBackend, "draft_outputs", broken)
+    found = ask(shared, temperature=0.7, seed=1, proposals=kind, block_size=4)
+    assert {len(proposed) for proposed in found.proposed_ids} == {1}
+    if kind == "coupled":
+        assert found.token_ids == ask(shared, temperature=0.7, seed=1, plain=True).token_ids
+
+
+NARROW: dict[str, Any] = {"temperature": 1.5, "top_k": 4, "stop_token_ids": (), "max_new_tokens": 3}
+
+
+def _joint(session: Session, prompt: list[int], count: int) -> dict[tuple[int, ...], float]:
+    """The probability of every text of so many tokens, by plain passes over the target alone."""
+    if count == 0:
+        return {(): 1.0}
+    session._backend.reset()
+    session._backend.prefill(prompt, 0)
+    scores = session._backend.logits(1)[0].astype(np.float64) / NARROW["temperature"]
+    kept = scores >= np.sort(scores)[-4]
+    chances = np.where(kept, np.exp(scores - scores.max()), 0)
+    chances /= chances.sum()
+    return {(int(token), *rest): float(chances[token]) * chance for token in np.flatnonzero(kept)
+            for rest, chance in _joint(session, [*prompt, int(token)], count - 1).items()}  # fmt: skip
+
+
+def _pair_surprise(session: Session, kind: str, runs: int) -> tuple[float, float]:
+    """Chi-square of whole texts, as deviations of its own from what is usual; and proposals accepted a round."""
+    expected = _joint(session, PROMPT, 3)
+    assert len(expected) == 64 and sum(expected.values()) == pytest.approx(1)
+    results = [ask(session, seed=s, proposals=kind, block_size=3, **NARROW) for s in range(runs)]
+    found = Counter(tuple(result.token_ids) for result in results)
+    assert set(found) <= set(expected)
+    cells = [(found[text], runs * chance) for text, chance in expected.items() if runs * chance > 4]
+    rest = [(runs - sum(n for n, _ in cells), runs - sum(usual for _, usual in cells))]
+    chi = sum((n - usual) ** 2 / usual for n, usual in [*cells, *rest])
+    accepted = np.mean([n - 1 for result in results for n in result.acceptance_lengths])
+    return (chi - len(cells)) / np.sqrt(2 * len(cells)), float(accepted)
+
+
+@pytest.mark.parametrize("kind", ["argmax", "coupled", "sampled"])
+def test_texts_of_a_pair_have_the_targets_distribution(shared: Session, kind: str) -> None:
+    surprise, accepted = _pair_surprise(shared, kind, 700)
+    assert surprise < 6 and 0.05 < accepted < 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["argmax", "coupled", "sampled"])
+def test_many_texts_of_a_pair_have_the_targets_distribution(shared: Session, kind: str) -> None:
+    assert _pair_surprise(shared, kind, 12_000)[0] < 6
+
+
+def test_a_bias_shows_in_the_texts_of_a_pair(shared: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Likeliest tokens, judged as if they had been drawn."""
+    true = TokenChooser.propose
+    monkeypatch.setattr(TokenChooser, "propose",
+                        lambda self, backend, likeliest, place: true(self, backend, likeliest, place) and likeliest)
+    assert _pair_surprise(shared, "sampled", 700)[0] > 12
+
+
 def test_some_proposals_are_accepted_and_some_are_not(shared: Session) -> None:
     lengths = Counter(n for s in range(6) for n in ask(shared, temperature=0.4, seed=s).acceptance_lengths)
     assert lengths[1] and any(n > 1 for n in lengths)
 
 
 def test_a_fault_in_acceptance_shows(shared: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes one token more than was compared: it was drawn behind a proposal that is wrong."""
+    """Keeps the first proposal that is not the token drawn."""
 
     def one_too_many(proposed: list[int], posterior: list[int]) -> list[int]:
-        return list(posterior[: len(accept(proposed, posterior)) + 1])
+        right = accept(proposed, posterior)
+        return [*right[:-1], proposed[len(right) - 1]] if len(right) <= len(proposed) else right
 
     expected = [ask(shared, plain=True, temperature=0.5, seed=s).token_ids for s in range(3)]
     monkeypatch.setattr(cycles, "accept", one_too_many)

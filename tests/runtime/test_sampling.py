@@ -81,9 +81,12 @@ def test_filters_and_their_order_are_those_of_transformers(options: dict[str, An
 def test_the_token_of_a_place_depends_on_seed_and_place_alone() -> None:
     rows = np.repeat(LOGITS, 6, 0)
     one, two = chooser(temperature=1.0, seed=3), chooser(temperature=1.0, seed=3)
-    together = one.choose(rows, [0, 1, 2, 3, 4], 40)
-    assert together == [two.choose(rows[i : i + 1], [], 40 + i)[0] for i in (0, 1, 2, 3, 4, 5)]
-    assert together != chooser(temperature=1.0, seed=4).choose(rows, [], 40)
+    alone = [two.choose(rows[i : i + 1], [], 40 + i)[0] for i in (0, 1, 2, 3, 4, 5)]
+    together = one.choose(rows, alone[:5], 40)
+    assert together == alone
+    wrong = [*alone[:2], alone[2] + 1, *alone[3:5]]
+    assert one.choose(rows, wrong, 40) == alone[:3], "what is behind a wrong proposal is not chosen"
+    assert together != [chooser(temperature=1.0, seed=4).choose(rows[:1], [], 40 + i)[0] for i in range(6)]
     assert len(set(together)) > 1
 
 
@@ -127,15 +130,16 @@ def test_extreme_filters_are_greedy() -> None:
 def test_rows_that_are_not_finite_choose_nothing(broken: float, temperature: float) -> None:
     rows = np.repeat(LOGITS, 2, 0)
     rows[1, 4] = broken
-    found = chooser(temperature=temperature).choose(rows, [3], 7)
-    assert found[0] >= 0 and found[1] == -1
+    right = chooser(temperature=temperature, seed=1).choose(rows[:1], [], 7)
+    assert chooser(temperature=temperature, seed=1).choose(rows, right, 7) == [*right, -1]
 
 
 def test_the_graphs_argmax_is_enough_for_greedy_decoding_alone() -> None:
-    assert not Sampling().needs_logits and not Sampling(top_k=3, top_p=0.5, min_p=0.1).needs_logits
+    assert not Sampling().needs_logits and not Sampling(top_k=3, top_p=0.5).needs_logits
     for options in ({"temperature": 0.1}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1},
-                    {"frequency_penalty": -1.0}, {"logit_bias": {1: 2.0}}):  # fmt: skip
+                    {"frequency_penalty": -1.0}, {"logit_bias": {1: 2.0}}, {"min_p": 0.1}):  # fmt: skip
         assert Sampling(**options).needs_logits  # type: ignore[arg-type]
+        assert Sampling(**options).needs_full_rows == ("temperature" not in options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +149,7 @@ def test_the_graphs_argmax_is_enough_for_greedy_decoding_alone() -> None:
         ({"top_p": 0.0}, "top_p is 0.0"), ({"top_p": 1.5}, "top_p"), ({"min_p": 2.0}, "min_p"),
         ({"top_k": -1}, "top_k is -1"), ({"top_k": 1.5}, "top_k"), ({"seed": -3}, "seed"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"), ({"logit_bias": {99: 1.0}}, "99"),
+        ({"logit_bias": {3: float("inf")}}, "3: inf"), ({"proposals": "greedy"}, "argmax, coupled, sampled"),
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense(options: dict[str, Any], named: str) -> None:

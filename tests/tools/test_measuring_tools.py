@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tiny_bundle import Sizes, write_bundle
 
 from dflash_runtime.errors import CheckpointError, OutputError, PromptError
-from dflash_tools import compare_runs, gguf_checkpoint, greedy_identity, smollm2
+from dflash_tools import compare_runs, gguf_checkpoint, greedy_identity, proposal_kinds, smollm2
 from dflash_tools.export_memory import QWEN2_1_5B, qwen2_shapes
 from dflash_tools.human_eval_prompts import human_eval_prompts
 from dflash_tools.peak_memory import own_peak_bytes, run_and_watch
@@ -48,6 +49,21 @@ def test_memory_of_a_process_tree_is_seen() -> None:
     assert 150_000_000 < peak.anonymous_bytes < 400_000_000
     assert peak.resident_bytes >= peak.anonymous_bytes
     assert own_peak_bytes() > 10_000_000
+
+
+def test_kinds_of_proposals_are_compared_in_turn(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "pair", Sizes(likely_tokens=3))
+    (tmp_path / "prompts").write_text("hello\nand again\n", encoding="utf-8")
+    arguments = [str(bundle), "--threads", "1", "--rounds", "2", "--prompts", str(tmp_path / "prompts"),
+                 "--max-new-tokens", "12"]  # fmt: skip
+    done = CliRunner().invoke(proposal_kinds.main, [*arguments, "--json"], catch_exceptions=False)
+    kinds = {one["kind"]: one for one in json.loads(done.stdout)["kinds"]}
+    assert list(kinds) == ["plain", "argmax", "coupled", "sampled"]
+    assert kinds["plain"]["tokens_per_round"] == 1 and kinds["argmax"]["against_argmax"] == 1
+    for one in kinds.values():
+        assert one["lowest"] <= one["against_argmax"] <= one["highest"] and 1 <= one["tokens_per_round"] <= 4
+    table = CliRunner().invoke(proposal_kinds.main, arguments, catch_exceptions=False).stdout
+    assert [line.split()[0] for line in table.splitlines()] == ["proposals", *kinds]
 
 
 def test_first_difference() -> None:

@@ -56,6 +56,20 @@ def test_of_several_block_sizes_a_controller_chooses(invoke: Invoke, bundle: Pat
     assert refused.exit_code == 2 and "neither a whole number nor auto" in refused.stderr
 
 
+def test_proposals_may_be_drawn(invoke: Invoke, bundle: Path) -> None:
+    """Coupled ones change nothing of the text. With a seed, rejection sampling takes block sizes that do not vary."""
+    given = ("run", bundle, "hello", "--json", "--max-new-tokens", 24, "--temperature", 1.0, "--seed", 3)
+    plain, coupled, once, again = (
+        json.loads(invoke(*given, *how).stdout)
+        for how in (["--plain"], ["--proposals", "coupled"], *[["--proposals", "sampled"]] * 2)
+    )
+    assert coupled["token_ids"] == plain["token_ids"] and "rounds_by_block_size" in coupled
+    assert once["token_ids"] == again["token_ids"] != plain["token_ids"]
+    assert once["block_size"] == 4 and "rounds_by_block_size" not in once
+    refused = invoke(*given, "--proposals", "greedy")
+    assert refused.exit_code == 2 and "'argmax', 'coupled', 'sampled'" in refused.stderr
+
+
 def test_plain_says_the_same_without_drafts(invoke: Invoke, bundle: Path) -> None:
     drafted = json.loads(invoke("run", bundle, "hello", "--json", "--max-new-tokens", 12).stdout)
     plain = json.loads(invoke("run", bundle, "hello", "--json", "--max-new-tokens", 12, "--plain").stdout)

@@ -108,12 +108,13 @@ def test_stop_strings_are_no_part_of_the_answer(client: openai.OpenAI, session: 
 
 def test_equal_seeds_give_the_text_of_a_session_with_that_seed(client: openai.OpenAI, session: Session) -> None:
     options: Any = {"temperature": 0.9, "top_p": 0.8, "presence_penalty": 0.3, "frequency_penalty": 0.1}
-    expected = [answer(session, seed=7 + i, **options).text for i in range(3)]
+    results = [answer(session, seed=7 + i, **options) for i in range(3)]
+    expected = [result.text for result in results]
     found = client.chat.completions.create(model="pair", messages=MESSAGES, seed=7, n=3, max_tokens=24, **options)
     assert [choice.message.content for choice in found.choices] == expected
     assert len(set(expected)) == 3
     assert found.usage is not None
-    assert found.usage.completion_tokens == 72
+    assert found.usage.completion_tokens == sum(len(result.token_ids) for result in results)
     assert found.usage.prompt_tokens == answer(session).prompt_token_count
     again = client.chat.completions.create(model="pair", messages=MESSAGES, seed=7, max_tokens=24, **options)
     assert again.choices[0].message.content == expected[0]

@@ -60,6 +60,7 @@ class ProbeBackend:
         self._mask_token_id = None if manifest.drafter is None else manifest.drafter.mask_token_id
         self._taps: Array | None = None
         self._logits: Array | None = None
+        self._drafted: Tensors = {}
 
     def reset(self, kept_rows: int = 0) -> int:
         """See `Backend.reset`: nothing is kept, every request is computed whole."""
@@ -79,12 +80,17 @@ class ProbeBackend:
         if self._mask_token_id is None:
             raise BackendError("The bundle has no drafter, so nothing can be drafted. Use block size 1.")
         block = [anchor, *[self._mask_token_id] * (block_size - 1)]
-        return [int(token) for token in self.probe.draft(block, position)["draft_ids"][:, 0]]
+        self._drafted = self.probe.draft(block, position)
+        return [int(token) for token in self._drafted["draft_ids"][:, 0]]
 
     def logits(self, rows: int) -> Array:
         """See `Backend.logits`."""
         assert self._logits is not None, "nothing was scored yet"
         return self._logits[-rows:]
+
+    def draft_outputs(self, rows: int) -> dict[str, Array]:
+        """See `Backend.draft_outputs`."""
+        return {name: array[:rows] for name, array in self._drafted.items()}
 
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`."""

@@ -52,7 +52,8 @@ def pick_block_size(
     fixed = config.block_size not in (None, "auto") or config.block_schedule is not None or config.plain
     if fixed or bundle.manifest.drafter is None:
         return PickedBlockSize(config, None, None)
-    adaptive = config.block_size == "auto" or len(bundle.manifest.block_sizes) > 1
+    by_blocks = config.proposals == "sampled" and config.seed is not None  # a seed's text must not depend on time
+    adaptive = config.block_size == "auto" or (len(bundle.manifest.block_sizes) > 1 and not by_blocks)
     config = dataclasses.replace(config, block_size="auto") if adaptive else config
     profile, words = _find_profile(bundle, backend, threads, machine or Machine())
     if profile is None:

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
+from dflash_runtime.generation import PROPOSALS
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _OPTIONS = (
@@ -17,8 +19,12 @@ _OPTIONS = (
     click.option("--repetition-penalty", type=float, default=1.0, help="Above 1: say less again, prompt included."),
     click.option("--presence-penalty", type=float, default=0.0, help="Taken from the score of what was answered."),
     click.option("--frequency-penalty", type=float, default=0.0, help="The same, for each time it was."),
+    click.option("--proposals", type=click.Choice(PROPOSALS), default=PROPOSALS[0], show_default=True,
+                 help="What the drafter proposes above temperature 0: its likeliest tokens; tokens drawn with the "
+                 "target's noise; or drawn with noise of their own, for rejection sampling. All give the target's "
+                 "distribution; with `sampled` the text of a seed depends on the block sizes too."),
     click.option("--seed", type=int, help="Equal seeds give equal texts. [default: a new one, told in --json]"),
-)
+)  # fmt: skip
 
 
 def sampling_options(command: Command) -> Command:

@@ -77,6 +77,10 @@ class ScriptedBackend:
         """See `Backend.logits`."""
         return self._backend.logits(rows)
 
+    def draft_outputs(self, rows: int) -> dict[str, npt.NDArray[Any]]:
+        """See `Backend.draft_outputs`."""
+        return self._backend.draft_outputs(rows)
+
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`."""
         self._backend.append_context(rows, position)

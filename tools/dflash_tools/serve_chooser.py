@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_runtime.cycles import accept
+from dflash_runtime.generation import Sampling
 from dflash_runtime.sampling import TokenChooser
-from dflash_runtime.sampling_config import Sampling
 from dflash_tools.serve_jobs import ScoredToken
 
 Logits = npt.NDArray[np.float32]

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.generation import GenerationConfig
+from dflash_runtime.generation import GenerationConfig, Sampling
 from dflash_runtime.sampling import TokenChooser
-from dflash_runtime.sampling_config import Sampling
 from dflash_runtime.session import Session
 from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools.error_lines import needs_extra
