@@ -13,9 +13,13 @@ was counted is forgotten at once.
 The sum of surprises (committed - E) / deviation, each weighing _RECENT times the next one, has variance
 1 / (1 - _RECENT^2) while E is right; an alarm is _ALARM of its deviations.
 
-Another size is tried where a slightly luckier view of it wins, and while the loss this may bring stays in a budget: the
-time of _EXPLORING_ROUNDS rounds and a share of all time. Tries that gain pay it back. So plain decoding is left again
-and again for a try, and a text on which speculation never pays loses no more than the budget.
+A time that was not measured for long is believed less and less. What slows one size is mostly the machine, and so the
+times of the others move along.
+
+Another size is tried where a slightly luckier view of it wins, of its chances and of a time that is old, and while the
+loss this may bring stays in a budget: the time of _EXPLORING_ROUNDS rounds and a share of all time. Tries that gain pay
+it back. So plain decoding is left again and again for a try, and a text on which speculation never pays loses no more
+than the budget.
 """
 
 from __future__ import annotations
@@ -31,7 +35,11 @@ _KEPT_AFTER_ALARM = 0.05
 _RECENT = 0.9
 _ALARM = 3.0
 _TIME_SHARE = 0.2
-"""Of a round's time in the moving mean."""
+"""Of a round's time in the moving mean; up to all of it where the mean is old."""
+_OLD_ROUNDS = 256
+"""A time not measured for so many rounds is half believed."""
+_MACHINE = 0.8
+"""Of a change in a size's time, on a logarithmic scale, how much is the machine's and so every size's."""
 _BORROWED_TRIES = 2.0
 """Tries that other sizes' findings count for; a size's own soon outweigh them."""
 _LUCK = 0.25
@@ -60,6 +68,7 @@ class BlockSizeController:
         self.block_sizes = sorted({1, *block_sizes})
         self._ms = dict(round_ms or {})
         self._guess = dict(right or {})
+        self._age = dict.fromkeys(self._ms, 0)
         self._counts = {b: [[0.0, 0.0] for _ in range(b - 1)] for b in self.block_sizes}  # right, tried
         self.begin()
 
@@ -81,7 +90,7 @@ class BlockSizeController:
         worth = {best: 0.0}
         for size in self.block_sizes:
             ms = self.expected_ms(size)
-            gain = views[size][1] / ms / self._rate * (1 if size in self._ms else 2) - 1  # it may be half as slow
+            gain = views[size][1] / (ms * (1 - self._old(size))) / self._rate - 1
             if size != best and gain > _MARGIN and ms - 1 / self._rate <= budget_ms:
                 worth[size] = gain / max(ms * self._rate - views[size][0], 0.1)  # by the tokens it is expected to cost
         return max(worth, key=lambda size: worth[size])
@@ -98,7 +107,11 @@ class BlockSizeController:
         if block_size not in self.block_sizes:
             return  # one that was shortened at the end of the text
         usual = self._ms.get(block_size, elapsed_ms)
-        self._ms[block_size] = usual + _TIME_SHARE * (min(elapsed_ms, 2 * usual) - usual)
+        old = self._old(block_size)
+        factor = 1 + max(_TIME_SHARE, old) * (min(elapsed_ms / usual, 2) - 1)
+        self._ms = {size: ms * factor ** (_MACHINE * (1 - old)) for size, ms in self._ms.items()}
+        self._ms[block_size] = usual * factor
+        self._age = {size: age + 1 for size, age in self._age.items()} | {block_size: 0}
         self._spent_ms += elapsed_ms
         if self._current and block_size != self._current:
             self._lost_ms = max(0.0, self._lost_ms + elapsed_ms - committed / self._rate)
@@ -137,6 +150,11 @@ class BlockSizeController:
             return self._ms[block_size]
         near = min(self._ms, key=lambda size: abs(size - block_size), default=1)
         return self._ms.get(near, 1.0) * (1 + _MS_PER_TOKEN * (block_size - 1)) / (1 + _MS_PER_TOKEN * (near - 1))
+
+    def _old(self, size: int) -> float:
+        """0 for a time just measured, nearly 1 for one that is old; a half where there is none."""
+        age = self._age.get(size, _OLD_ROUNDS)
+        return age / (age + _OLD_ROUNDS)
 
     def _fade(self, kept: float) -> None:
         for counts in self._counts.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,12 @@ ROUND_MS = {1: 20.0, 4: 36.0, 8: 44.0, 16: 60.0}
 TOKENS = 768
 
 
-def played(chances: np.ndarray, luck: np.ndarray, choose: Callable[[], int], learn: BlockSizeController | None = None
-           ) -> tuple[float, list[int]]:  # fmt: skip
+Slowness = Callable[[float], float]
+"""Milliseconds into a text -> times as slow as usual the machine is."""
+
+
+def played(chances: np.ndarray, luck: np.ndarray, choose: Callable[[], int], learn: BlockSizeController | None = None,
+           slowness: Slowness = lambda ms: 1.0) -> tuple[float, list[int]]:  # fmt: skip
     """Milliseconds for a text in which the proposal at place n is right when `luck[n] < chances[n]`."""
     place, ms, sizes = 0, 0.0, []
     while place < TOKENS:
@@ -25,26 +29,29 @@ def played(chances: np.ndarray, luck: np.ndarray, choose: Callable[[], int], lea
         while right < size - 1 and luck[place + right] < chances[place + right]:
             right += 1
         committed = min(right + 1, TOKENS - place)
-        ms += ROUND_MS[size]
+        round_ms = ROUND_MS[size] * slowness(ms)
+        ms += round_ms
         if learn is not None:
-            learn.observe(size, committed, ROUND_MS[size], complete=committed == right + 1)
+            learn.observe(size, committed, round_ms, complete=committed == right + 1)
         sizes.append(size)
         place += committed
     return ms, sizes
 
 
-def against_fixed(chances_of: Callable[[np.random.Generator], np.ndarray], *, informed: bool = True, texts: int = 8
-                  ) -> tuple[float, dict[int, float]]:  # fmt: skip
+def against_fixed(
+    chances_of: Callable[[np.random.Generator], np.ndarray], *, informed: bool = True, texts: int = 8,
+    believed_ms: Mapping[int, float] | None = None, slowness: Slowness = lambda ms: 1.0,
+) -> tuple[float, dict[int, float]]:  # fmt: skip
     """Mean milliseconds of a text with the controller, and with each fixed size."""
-    controller = BlockSizeController([4, 8, 16], ROUND_MS if informed else None)
+    controller = BlockSizeController([4, 8, 16], {**ROUND_MS, **(believed_ms or {})} if informed else None)
     own, fixed = 0.0, dict.fromkeys(ROUND_MS, 0.0)
     for seed in range(texts):
         rng = np.random.default_rng(seed)
         chances, luck = chances_of(rng), rng.random(TOKENS + 32)
         controller.begin()
-        own += played(chances, luck, controller.choose, controller)[0] / texts
+        own += played(chances, luck, controller.choose, controller, slowness)[0] / texts
         for size in fixed:
-            fixed[size] += played(chances, luck, lambda size=size: size)[0] / texts
+            fixed[size] += played(chances, luck, lambda size=size: size, None, slowness)[0] / texts
     return own, fixed
 
 
@@ -93,8 +100,34 @@ def test_plain_decoding_is_never_beaten_by_much(
 
 def test_what_is_known_must_get_old_in_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptive, "_FADE_PLAIN", 1.0)
+    monkeypatch.setattr(adaptive, "_OLD_ROUNDS", 1e9)
     own, fixed = against_fixed(parts(0.1, 0.95))
     assert own > 0.95 * fixed[1]
+
+
+@pytest.mark.parametrize("chance", [0.35, 0.2, 0.05])
+def test_a_time_measured_while_the_machine_was_busy_is_not_believed_for_ever(
+    chance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, fixed = against_fixed(steady(chance), believed_ms={1: 60.0}, texts=10)
+    assert own < 1.1 * fixed[1]
+    monkeypatch.setattr(adaptive, "_OLD_ROUNDS", 1e9)
+    own, fixed = against_fixed(steady(chance), believed_ms={1: 60.0}, texts=10)
+    assert own > 1.15 * fixed[1]
+
+
+SLOW = {
+    "at times": lambda ms: 5.0 if int(ms / 200) % 10 == 0 else 1.0,
+    "more and more": lambda ms: 1 + min(ms / 4000, 2),
+    "by turns": lambda ms: 3.0 if int(ms / 1500) % 2 else 1.0,
+}
+
+
+@pytest.mark.parametrize("chance", [0.95, 0.6, 0.35, 0.05])
+@pytest.mark.parametrize("slowness", SLOW.values(), ids=SLOW)
+def test_a_machine_that_slows_down_slows_every_size(chance: float, slowness: Slowness) -> None:
+    own, fixed = against_fixed(steady(chance), slowness=slowness, texts=10)
+    assert own < 1.07 * min(fixed.values())
 
 
 def test_a_size_that_slows_down_is_left() -> None:
