@@ -307,7 +307,7 @@ def test_engines_of_something_else_are_refused_with_both_values(bundle_of: Calla
         (lambda folder: (folder / "target.engine").write_bytes(b""), "target.engine is incomplete or altered"),
         (lambda folder: flip_a_byte(folder / "target.engine"), "target.engine was altered"),
         (lambda folder: (folder / "engine.json").write_text("{"), "cannot be read"),
-        (lambda folder: edit(folder / "engine.json", schema_version=9), "schema version 9, this program reads 1"),
+        (lambda folder: edit(folder / "engine.json", schema_version=9), "schema version 9, this program reads 2"),
         (lambda folder: (folder / "engine.json").unlink(), "There is no engine in"),
     ],
 )
