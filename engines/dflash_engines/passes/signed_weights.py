@@ -4,17 +4,20 @@ Measured with TensorRT-RTX 1.7.1 (three products with matrices of 4096 x 4096, s
 as inputs is read in place if it lies as [in, out] (8 MiB) and copied as [out, in] (56 MiB); int4 given as inputs, or
 embedded with its scales given as inputs, is dequantised into scratch on every call (104 MiB); int4 embedded with its
 scales is not (8 MiB). So int8 matrices become inputs, turned when they are loaded, and int4 ones stay in the engine.
+Zero points become a product of their own, see `zero_point_products`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import onnx_ir as ir
 
 from dflash_engines.passes.graph_reading import dims, made_by
 from dflash_engines.passes.graph_writing import add_integers, emit, remove_dead_nodes, replace
 from dflash_engines.passes.quantized_weights import QuantizedMatrix, find_quantized
+from dflash_engines.passes.zero_point_products import add_zero_point_products
 from dflash_runtime.errors import EngineError
 
 SIGNED_FILE = "signed_weights"
@@ -34,6 +37,18 @@ class SignedPart:
     """I4, F16 or BF16."""
 
 
+@dataclasses.dataclass(frozen=True)
+class OffsetPart(SignedPart):
+    """(middle - zero point) * scale in fp32; `weight` names the scales."""
+
+    zero_points: str
+    """In the bundle's index."""
+    middle: int
+    """8 or 128."""
+    scale_dtype: str
+    """F16 or BF16, the engine's precision: scales are rounded to it first, as they are for the values."""
+
+
 class SignedWeightsPass(ir.passes.InPlacePass):
     """DequantizeLinear of UINT4 and UINT8 -> of INT4 and INT8; `parts` lists what `SIGNED_FILE` must hold."""
 
@@ -46,13 +61,15 @@ class SignedWeightsPass(ir.passes.InPlacePass):
         """See the class.
 
         Raises:
-            EngineError: zero points of their own, or a table of int4 that rows are picked from.
+            EngineError: a table of int4 or with zero points that rows are picked from, or int8 in groups.
         """
         found = [find_quantized(node.outputs[0]) for node in list(model.graph) if node.op_type == "DequantizeLinear"]
         for matrix in found:
             if matrix is None:
                 continue
             _refuse(matrix)
+            if matrix.zero_points is not None:
+                self._carry_zero_points(matrix, str(matrix.zero_points.name))
             if matrix.bits == 4:
                 self._embed(matrix)
             else:
@@ -68,11 +85,23 @@ class SignedWeightsPass(ir.passes.InPlacePass):
         self._place(matrix.scales, matrix.scales.dtype, 2 * count, self._half)
         matrix.node.replace_input_with(2, None)
 
+    def _carry_zero_points(self, matrix: QuantizedMatrix, zero_points: str) -> None:
+        offsets = add_zero_point_products(matrix)
+        count = math.prod(int(d) for d in dims(offsets) or [])
+        length, middle = 4 * count, 1 << (matrix.bits - 1)
+        offset = self._point(offsets, ir.DataType.FLOAT, length)
+        self.parts.append(
+            OffsetPart(str(matrix.scales.name), offset, length, "F32", zero_points, middle, self._half)
+        )
+
     def _place(self, value: ir.Value, kind: ir.DataType, length: int, dtype: str) -> None:
+        self.parts.append(SignedPart(str(value.name), self._point(value, kind, length), length, dtype))
+
+    def _point(self, value: ir.Value, kind: ir.DataType, length: int) -> int:
+        """Points a value at the end of the file; returns where that is."""
         last = self.parts[-1] if self.parts else None
         offset = 0 if last is None else last.offset_bytes + last.length_bytes
         offset += -offset % _ALIGNMENT_BYTES
-        self.parts.append(SignedPart(str(value.name), offset, length, dtype))
         tensor = value.const_value
         base_dir = tensor.base_dir if isinstance(tensor, ir.ExternalTensor) else ""
         assert value.shape is not None and value.name is not None
@@ -80,14 +109,10 @@ class SignedWeightsPass(ir.passes.InPlacePass):
         value.const_value = ir.ExternalTensor(
             SIGNED_FILE, offset, length, kind, shape=shape, name=value.name, base_dir=base_dir
         )
+        return offset
 
 
 def _refuse(matrix: QuantizedMatrix) -> None:
-    if matrix.zero_points is not None:
-        raise EngineError(
-            f"{matrix.values.name} is quantised with zero points, and TensorRT's DequantizeLinear takes none. Build "
-            "the bundle with symmetric weights (without --asymmetric), or run it with --backend ort-cpu."
-        )
     if matrix.bits == 8 and matrix.group_size is not None:
         raise EngineError(
             f"{matrix.values.name} is int8 with a scale for each {matrix.group_size} inputs; engines take int8 with "
