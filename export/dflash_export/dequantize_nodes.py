@@ -17,16 +17,27 @@ _INTEGERS = {4: ir.DataType.UINT4, 8: ir.DataType.UINT8}
 _FLOATS = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
 
 
-def linear_weights(model: ir.Model) -> list[str]:
-    """Matrices [out, in] that every reader multiplies by, or picks rows of, in the order of the graph."""
+def linear_weights(model: ir.Model, *, widened: bool = False) -> list[str]:
+    """Matrices [out, in] that every reader multiplies by, or picks rows of, in the order of the graph.
+
+    Args:
+        model: A graph whose weights are hollow initializers.
+        widened: Also those that a graph in half precision multiplies by in fp32.
+    """
+
+    def multiplies(node: ir.Node) -> bool:
+        readers = list(node.outputs[0].consumers())
+        wide = widened and node.op_type == "Cast" and bool(readers) and all(_multiplies(one) for one in readers)
+        return wide or _multiplies(node)
+
     return [
         name
         for name, value in model.graph.initializers.items()
         if value.const_value is None
         and value.shape is not None
         and len(value.shape) == 2
-        and any(_multiplies(node) for node in value.consumers())
-        and all(_multiplies(node) or node.op_type == "Gather" for node in value.consumers())
+        and any(multiplies(node) for node in value.consumers())
+        and all(multiplies(node) or node.op_type == "Gather" for node in value.consumers())
     ]
 
 
