@@ -31,9 +31,10 @@ from dflash_runtime.device_engine import (
     GraphEngine,
 )
 from dflash_runtime.errors import EngineError
-from dflash_runtime.weights import SIGNED_TRANSPOSED
+from dflash_runtime.weights import FLOAT8_TRANSPOSED, SIGNED_TRANSPOSED
 
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, SIGNED_TRANSPOSED: 1}
+FLOAT8_CAPABILITY = (8, 9)
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, SIGNED_TRANSPOSED: 1, FLOAT8_TRANSPOSED: 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,22 @@ def refuse_precision(bundle_precision: str) -> None:
         )
 
 
+def refuse_float8(bundle: Bundle, compute_capability: str) -> None:
+    """FP8 weights want a GPU that knows them.
+
+    Raises:
+        EngineError: the bundle has some and the GPU is older than compute capability 8.9.
+    """
+    weights = bundle.manifest.weights
+    found = [name for name in bundle.manifest.quantized if weights[name].dtype == "F8_E4M3"]
+    if found and tuple(int(part) for part in compute_capability.split(".")) < FLOAT8_CAPABILITY:
+        raise EngineError(
+            f"{len(found)} weights are FP8 ({found[0]} ...), which TensorRT takes from compute capability 8.9 on; "
+            f"these engines are for {compute_capability}. Build the bundle with --quantize int8 or int4, or run it "
+            "with --backend ort-cpu."
+        )
+
+
 class EnginePlan:
     """The facts of one run of the builder, and what follows from them for each graph."""
 
@@ -91,6 +108,7 @@ class EnginePlan:
                 "Weights of a quantised bundle cannot all be embedded: int8 is read in place only as an input, and "
                 "int4 is embedded as it is. Leave --weights at shared."
             )
+        refuse_float8(bundle, compute_capability)
         self.block_sizes = sorted(set(options.block_sizes or manifest.block_sizes) - {1})
         largest = max(manifest.block_sizes)
         if manifest.drafter is None:

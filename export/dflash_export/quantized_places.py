@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dflash_export.piece_threads import map_pieces
 from dflash_export.quantization import Scheme, require_whole_groups
-from dflash_export.tensor_files import FLOAT_DTYPES, TensorPlace, stored_bytes
+from dflash_export.tensor_files import FLOAT8, FLOAT_DTYPES, TensorPlace, stored_bytes
 from dflash_runtime.bundle import QuantizedWeight
 from dflash_runtime.errors import CheckpointError
 
@@ -23,6 +23,8 @@ ROUND_TO_NEAREST = "round-to-nearest"
 _PIECE_BYTES = 3 << 17
 """Of a matrix at a time. What rounding makes of it stays in the CPU's cache, and in fp32
 stays below the size from which a build returns every block to the system, which would be most of the work."""
+FLOAT8_SCALES = "F32"
+"""In any bundle: there is one a row, and the formats that others write have them so."""
 KEPT_SCALE_BYTES = 192 << 20
 """Scales are written long after the values they were found with; so many bytes of them wait in memory, and the rest is
 found again."""
@@ -33,7 +35,7 @@ class QuantizedRows:
     """Some rows of a quantised weight."""
 
     values: Tensor
-    """uint8 [rows, in], one value in a byte."""
+    """uint8 [rows, in], one value in a byte; floats of eight bits as their bits."""
     scales: Tensor
     """[rows, groups] in the dtype they are stored in."""
     zero_points: Tensor | None
@@ -72,7 +74,8 @@ class QuantizedPart(TensorPlace):
 
 
 def quantized_parts(
-    name: str, like: TensorPlace, facts: QuantizedWeight, scale_dtype: str, source: RowSource
+    name: str, like: TensorPlace, facts: QuantizedWeight, scale_dtype: str, source: RowSource, *,
+    floating: bool = False,
 ) -> dict[str, TensorPlace]:
     """Places of a quantised weight, by their names in the bundle.
 
@@ -82,8 +85,9 @@ def quantized_parts(
         facts: How it is held.
         scale_dtype: F32, F16 or BF16.
         source: Its rows.
+        floating: Values are floats of eight bits.
     """
-    integers = "U4" if facts.bits == 4 else "U8"
+    integers = FLOAT8 if floating else "U4" if facts.bits == 4 else "U8"
     rows, columns = like.shape
     grouped = (rows,) if facts.group_size is None else (rows, columns // facts.group_size)
     parts: list[tuple[str | None, Role, str, tuple[int, ...]]] = [
@@ -126,8 +130,9 @@ def quantize_places(
             raise CheckpointError(f"{name} is {place.dtype} {list(place.shape)}; only float matrices are quantised.")
         require_whole_groups(name, place.shape, scheme)
         facts[name] = quantized_facts(name, scheme.bits, scheme.group_size, scheme.symmetric, ROUND_TO_NEAREST)
-        source = _rounding_source(place, scheme, scale_dtype, kept)
-        found |= quantized_parts(name, place, facts[name], scale_dtype, source)
+        wide = FLOAT8_SCALES if scheme.floating else scale_dtype
+        source = _rounding_source(place, scheme, wide, kept)
+        found |= quantized_parts(name, place, facts[name], wide, source, floating=scheme.floating)
     return found, facts
 
 
@@ -194,6 +199,12 @@ def round_rows(rows: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Quanti
     Scales are rounded to their dtype first and values against that, so the dtype of the scales costs almost nothing.
     """
     grouped = rows.float().reshape(rows.shape[0], -1, scheme.group_size or rows.shape[1])
+    if scheme.floating:
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        scales = (grouped.abs().amax(-1) / largest).to(scale_dtype)
+        # Beyond the largest there is only NaN, and a quotient may be rounded up to it.
+        floats = _steps(grouped, scales.float()).clamp(-largest, largest).to(torch.float8_e4m3fn)
+        return QuantizedRows(floats.view(torch.uint8).reshape(rows.shape), scales, None)
     middle = 1 << (scheme.bits - 1)
     if scheme.symmetric:
         scales = _symmetric_scales(grouped, middle, scale_dtype)

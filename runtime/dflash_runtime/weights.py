@@ -13,6 +13,8 @@ from dflash_runtime.errors import BundleError
 
 SIGNED_TRANSPOSED = "I8T"
 """What an engine may want of a U8 weight [out, in]: signed bytes, value - 128, as [in, out]."""
+FLOAT8_TRANSPOSED = "F8T"
+"""And of a weight of e4m3 floats [out, in]: the same as [in, out]."""
 # BF16 has no NumPy type: its bits are the upper half of a float32.
 STORED: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 

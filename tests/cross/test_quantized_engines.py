@@ -26,7 +26,7 @@ from dflash_export.dequantized_weights import read_float_weight, read_integers
 from dflash_export.quantization import quantize_options
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import EngineError
-from dflash_runtime.weights import SIGNED_TRANSPOSED, MappedWeights
+from dflash_runtime.weights import FLOAT8_TRANSPOSED, SIGNED_TRANSPOSED, MappedWeights
 from dflash_tools.lowered_check import check_fused
 
 OPTIONS = EngineOptions("tensorrt-rtx", "8.9", (8,), prefill_chunk_tokens=32, use_cache=False)
@@ -56,7 +56,12 @@ def asymmetric(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return export(tmp_path_factory.mktemp("asymmetric"), "int4", "keep", "int4", symmetric=False)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "asymmetric"])
+@pytest.fixture(scope="module")
+def float8(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export(tmp_path_factory.mktemp("float8"), "fp8", "fp8", "fp8", tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "asymmetric", "float8"])
 def test_engines_build_without_a_gpu(name: str, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("tensorrt_rtx")
     bundle: Bundle = request.getfixturevalue(name)
@@ -64,8 +69,9 @@ def test_engines_build_without_a_gpu(name: str, request: pytest.FixtureRequest) 
     by_kind = {engine.kind: engine for engine in built.record.engines}
     taken = {bound.weight: bound.dtype for engine in built.record.engines for bound in engine.weights}
     facts = bundle.manifest.quantized
-    assert (taken[bundle.manifest.target.head_weight] == SIGNED_TRANSPOSED) == (name != "asymmetric")
-    assert {weight for weight, dtype in taken.items() if dtype == SIGNED_TRANSPOSED} == {
+    turned = {"asymmetric": "BF16", "float8": FLOAT8_TRANSPOSED}.get(name, SIGNED_TRANSPOSED)
+    assert taken[bundle.manifest.target.head_weight] == turned
+    assert {weight for weight, dtype in taken.items() if dtype in (SIGNED_TRANSPOSED, FLOAT8_TRANSPOSED)} == {
         weight for weight, quantized in facts.items() if quantized.bits == 8
     }
     assert not any(weight in taken for weight, quantized in facts.items() if quantized.bits == 4)
@@ -132,7 +138,7 @@ def test_rows_of_an_int8_table_are_picked_from_its_turned_form(int8: Bundle) -> 
     np.testing.assert_allclose(rows[0], expected[[3, 500, 0]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "asymmetric"])
+@pytest.mark.parametrize("name", ["int8", "int4", "asymmetric", "float8"])
 def test_the_network_computes_what_the_portable_graph_does(name: str, request: pytest.FixtureRequest) -> None:
     bundle: Bundle = request.getfixturevalue(name)
     rows = check_fused(bundle)
@@ -177,6 +183,11 @@ def test_zero_points_take_no_copy_of_the_weights(tmp_path: Path) -> None:
         engines = build_engines(bundle, OPTIONS).record.engines
         scratch[symmetric] = {engine.kind: max(engine.scratch_bytes) for engine in engines}
     assert all(scratch[False][kind] < scratch[True][kind] + (2 << 20) for kind in scratch[True])
+
+
+def test_fp8_wants_a_gpu_that_knows_it(float8: Bundle) -> None:
+    with pytest.raises(EngineError, match=r"weights are FP8.*capability 8.9 on; these engines are for 8.6"):
+        build_engines(float8, dataclasses.replace(OPTIONS, compute_capability="8.6"))
 
 
 def test_what_has_no_engine_form_is_refused_by_name(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -50,6 +51,22 @@ def signed_weights(bundle: Bundle, model: ir.Model) -> Iterator[dict[str, Array]
             turned[name] = np.ascontiguousarray((integers ^ np.uint8(0x80)).view(np.int8).T)
     try:
         write_signed_weights(bundle, signing.parts, file)
+        _append_turned_floats(bundle, model, file)
         yield turned
     finally:
         file.unlink(missing_ok=True)
+
+
+def _append_turned_floats(bundle: Bundle, model: ir.Model, file: Path) -> None:
+    """FP8 weights as [in, out] at the end of the file: NumPy has no type to give them to a session in."""
+    with file.open("ab") as stream:
+        for name, value in model.graph.initializers.items():
+            if value.dtype != ir.DataType.FLOAT8E4M3FN:
+                continue
+            turned = np.ascontiguousarray(read_integers(bundle.path, bundle.manifest.weights[name]).T)
+            offset = stream.tell() + -stream.tell() % 64
+            stream.write(bytes(offset - stream.tell()))
+            stream.write(turned.tobytes())
+            value.const_value = ir.ExternalTensor(
+                file.name, offset, turned.nbytes, value.dtype, shape=value.shape, name=name, base_dir=bundle.path
+            )

@@ -68,7 +68,8 @@ class QuantizedMatMulPass(ir.passes.InPlacePass):
 def quantized_weight_of(node: ir.Node) -> QuantizedMatrix | None:
     """The quantised matrix that a MatMul multiplies by; None for other nodes."""
     transpose = made_by(node.inputs[1], "Transpose") if node.op_type == "MatMul" else None
-    return None if transpose is None else find_quantized(transpose.inputs[0])
+    matrix = None if transpose is None else find_quantized(transpose.inputs[0])
+    return None if matrix is None or matrix.floating else matrix
 
 
 def block_size(matrix: QuantizedMatrix) -> int | None:

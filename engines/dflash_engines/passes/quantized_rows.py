@@ -25,7 +25,7 @@ class QuantizedRowsPass(ir.passes.InPlacePass):
         changed = 0
         for node in list(model.graph):
             table = find_quantized(node.inputs[0]) if node.op_type == "Gather" else None
-            if table is None or integer_attribute(node, "axis", 0) != 0:
+            if table is None or table.floating or integer_attribute(node, "axis", 0) != 0:
                 continue
             rows = _picked_in_groups(node, table) if table.group_size is not None else picked_rows(node, table)
             replace(node.outputs[0], rows)

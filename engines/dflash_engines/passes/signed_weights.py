@@ -4,6 +4,7 @@ Measured with TensorRT-RTX 1.7.1 (three products with matrices of 4096 x 4096, s
 as inputs is read in place if it lies as [in, out] (8 MiB) and copied as [out, in] (56 MiB); int4 given as inputs, or
 embedded with its scales given as inputs, is dequantised into scratch on every call (104 MiB); int4 embedded with its
 scales is not (8 MiB). So int8 matrices become inputs, turned when they are loaded, and int4 ones stay in the engine.
+FP8 is as int8: three matrices of 2048 x 2048 as inputs take 8 MiB as [in, out], 20 MiB as [out, in].
 Zero points become a product of their own, see `zero_point_products`.
 """
 
@@ -50,7 +51,10 @@ class OffsetPart(SignedPart):
 
 
 class SignedWeightsPass(ir.passes.InPlacePass):
-    """DequantizeLinear of UINT4 and UINT8 -> of INT4 and INT8; `parts` lists what `SIGNED_FILE` must hold."""
+    """DequantizeLinear of UINT4 and UINT8 -> of INT4 and INT8; FP8 turned as INT8 is.
+
+    After the call `parts` lists what `SIGNED_FILE` must hold.
+    """
 
     def __init__(self, half: ir.DataType) -> None:
         super().__init__()
@@ -61,7 +65,7 @@ class SignedWeightsPass(ir.passes.InPlacePass):
         """See the class.
 
         Raises:
-            EngineError: a table of int4 or with zero points that rows are picked from, or int8 in groups.
+            EngineError: a table of int4, of FP8 or with zero points that rows are picked from, or int8 in groups.
         """
         found = [find_quantized(node.outputs[0]) for node in list(model.graph) if node.op_type == "DequantizeLinear"]
         for matrix in found:
@@ -127,29 +131,34 @@ def _refuse(matrix: QuantizedMatrix) -> None:
 
 
 def _turn(matrix: QuantizedMatrix) -> None:
-    """The matrix as INT8 [in, out], read so by products and by Gather."""
+    """The matrix as INT8 or FP8 [in, out], read so by products and, if INT8, by Gather."""
     values, shape = matrix.values, ir.Shape([matrix.columns, matrix.rows])
+    signed = ir.DataType.FLOAT8E4M3FN if matrix.floating else ir.DataType.INT8
     tensor = values.const_value
     assert isinstance(tensor, ir.ExternalTensor) and values.name is not None
-    values.shape, values.type = shape, ir.TensorType(ir.DataType.INT8)
+    values.shape, values.type = shape, ir.TensorType(signed)
     values.const_value = ir.ExternalTensor(
-        tensor.location, tensor.offset, tensor.length, ir.DataType.INT8,
+        tensor.location, tensor.offset, tensor.length, signed,
         shape=shape, name=values.name, base_dir=tensor.base_dir,
     )  # fmt: skip
     readers = list(matrix.node.outputs[0].consumers())
     kind = matrix.node.outputs[0].dtype
     assert kind is not None
-    turned = emit(
-        matrix.node, "DequantizeLinear", [values, matrix.scales], {"axis": 1}, dtype=kind,
-        shape=[matrix.columns, matrix.rows],
-    )  # fmt: skip
+    size = [matrix.columns, matrix.rows]
+    inputs, given = [values, matrix.scales], matrix.scales.dtype
+    turned = emit(matrix.node, "DequantizeLinear", inputs, {"axis": 1}, dtype=given, shape=size)
+    if given != kind:  # scales of FP8 are fp32 in any bundle
+        turned = emit(matrix.node, "Cast", [turned], {"to": kind}, dtype=kind, shape=size)
     for node in readers:
-        if node.op_type == "Gather":
+        if node.op_type == "Gather" and not matrix.floating:
             replace(node.outputs[0], _picked(node, values, matrix.scales, kind))
         elif node.op_type == "Transpose" and made_by(node.inputs[0], "DequantizeLinear") is matrix.node:
             ir.convenience.replace_all_uses_with(node.outputs[0], turned)
         else:
-            raise EngineError(f"{values.name} is int8 and read by {node.op_type}. Please report this graph.")
+            raise EngineError(
+                f"{values.name} has 8 bits and is read by {node.op_type}, which has no form for TensorRT. Run this "
+                "bundle with --backend ort-cpu."
+            )
 
 
 def _picked(node: ir.Node, values: ir.Value, scales: ir.Value, kind: ir.DataType) -> ir.Value:
