@@ -50,7 +50,7 @@ def examine_pair(
     template_args: Mapping[str, Any] | None = None,
     local_files_only: bool = False,
 ) -> PairReport:
-    """Looks at target and drafter; no weights are fetched, but for a drafter with a vocabulary of its own.
+    """Looks at target and drafter; no weights are fetched but a drafter's with its own vocabulary, or quantised.
 
     Args:
         target: Catalog name, Hugging Face id with `@revision`, or folder.

@@ -68,5 +68,6 @@ def _append_turned_floats(bundle: Bundle, model: ir.Model, file: Path) -> None:
             stream.write(bytes(offset - stream.tell()))
             stream.write(turned.tobytes())
             value.const_value = ir.ExternalTensor(
-                file.name, offset, turned.nbytes, value.dtype, shape=value.shape, name=name, base_dir=bundle.path
-            )
+                file.name, offset, turned.nbytes, value.dtype,
+                shape=ir.Shape(turned.shape), name=name, base_dir=bundle.path,
+            )  # fmt: skip
