@@ -200,9 +200,11 @@ def test_what_has_no_engine_form_is_refused_by_name(tmp_path: Path) -> None:
         build_engines(bundle, dataclasses.replace(OPTIONS, weights_mode="embedded"))
 
 
-def test_int8_has_a_primitive_form_and_int4_is_refused_there(int8: Bundle, int4: Bundle) -> None:
+def test_eight_bits_have_a_primitive_form_and_int4_is_refused_there(
+    int8: Bundle, int4: Bundle, float8: Bundle
+) -> None:
     row = row_for("tensorrt", "10.3.0")
-    for bundle, refused in ((int8, False), (int4, True)):
+    for bundle, refused in ((int8, False), (int4, True), (float8, False)):
         for kind, file in bundle.manifest.graph_files().items():
             arguments = {"precision": bundle.manifest.precision, "capacity_rows": 256, "share_weights": True}
             if refused:
