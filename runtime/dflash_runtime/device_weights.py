@@ -14,8 +14,8 @@ from dflash_runtime.errors import EngineError
 from dflash_runtime.weights import FLOAT8_TRANSPOSED, SIGNED_TRANSPOSED, STORED, widened
 
 _STAGING_BYTES = 16 << 20
+# What a turned weight is stored as, and the bits that are flipped on the way.
 _TURNED = {SIGNED_TRANSPOSED: ("U8", 0x80), FLOAT8_TRANSPOSED: ("F8_E4M3", 0)}
-"""What a turned weight is stored as, and the bits that are flipped on the way."""
 
 WeightPlaces = dict[tuple[str, str], Buffer]
 """(weight, dtype) -> where it lies."""
