@@ -4,50 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dflash_engines.passes.signed_weights import SignedPart
 from dflash_runtime.bundle import Bundle, WeightEntry
+from dflash_runtime.device import Array
 from dflash_runtime.device_weights import narrowed
-from dflash_runtime.weights import STORED
+from dflash_runtime.weights import STORED, widened
 
-_PIECE_BYTES = 1 << 22
+_PIECE_BYTES = 1 << 25
+"""Of a matrix with one value in a byte: large, because every piece reads across all rows of the stored matrix."""
 
 
 def write_signed_weights(bundle: Bundle, parts: Sequence[SignedPart], target: Path) -> None:
-    """Writes values with their zero point of 8 taken away, and scales in the engine's precision.
+    """Writes values [in, out] without their zero point of 8, and scales [groups, out] in the engine's precision.
 
     Args:
-        bundle: Holds the weights.
+        bundle: Holds the weights as [out, in] and [out, groups].
         parts: What goes where.
         target: The file.
     """
     with target.open("wb") as stream:
         for part in parts:
             stream.seek(part.offset_bytes)
-            for piece in _converted(bundle, part):
+            entry = bundle.manifest.weights[part.weight]
+            for piece in _turned_values(bundle, entry) if part.dtype == "I4" else [_turned_scales(bundle, entry, part)]:
                 stream.write(piece.tobytes())
 
 
-def _converted(bundle: Bundle, part: SignedPart) -> Iterator[npt.NDArray[Any]]:
-    entry = bundle.manifest.weights[part.weight]
-    for stored in _pieces(bundle, entry):
-        if part.dtype == "I4":
-            yield stored ^ np.uint8(0x88)  # q - 8 in two's complement is q with its highest bit turned
-            continue
-        values = stored.view(STORED[entry.dtype])
-        wide = (values.astype(np.uint32) << 16).view(np.float32) if entry.dtype == "BF16" else values
-        yield values if entry.dtype == part.dtype else narrowed(wide.astype(np.float32), part.dtype, part.weight)
+def _turned_values(bundle: Bundle, entry: WeightEntry) -> Iterator[Array]:
+    """Bytes of two signed values each; an even number of inputs at a time, so that pieces end with a byte."""
+    rows, columns = entry.shape
+    stored = np.memmap(bundle.file(entry.file), np.uint8, "r", entry.offset_bytes, (rows, columns // 2))
+    at_once = max(1, _PIECE_BYTES // (2 * rows))
+    for first in range(0, columns // 2, at_once):
+        pairs = stored[:, first : first + at_once].T  # one byte holds the values of two inputs
+        values = np.empty((2 * pairs.shape[0], rows), np.uint8)
+        np.bitwise_and(pairs, np.uint8(15), out=values[0::2])
+        np.right_shift(pairs, np.uint8(4), out=values[1::2])
+        flat = values.reshape(-1)
+        yield (flat[0::2] | flat[1::2] << np.uint8(4)) ^ np.uint8(0x88)  # q - 8 is q with its highest bit turned
 
 
-def _pieces(bundle: Bundle, entry: WeightEntry) -> Iterator[npt.NDArray[Any]]:
-    with bundle.file(entry.file).open("rb") as stream:
-        stream.seek(entry.offset_bytes)
-        left = entry.length_bytes
-        while left:
-            piece = np.fromfile(stream, np.uint8, min(left, _PIECE_BYTES))
-            left -= piece.size
-            yield piece
+def _turned_scales(bundle: Bundle, entry: WeightEntry, part: SignedPart) -> Array:
+    count = entry.shape[0] * entry.shape[1]
+    stored = np.fromfile(bundle.file(entry.file), STORED[entry.dtype], count, offset=entry.offset_bytes)
+    same = entry.dtype == part.dtype
+    values = stored if same else narrowed(widened(stored, entry.dtype), part.dtype, part.weight)
+    return values.reshape(entry.shape).T

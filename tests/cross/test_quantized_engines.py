@@ -65,7 +65,7 @@ def test_engines_build_without_a_gpu(name: str, request: pytest.FixtureRequest) 
 
 
 def _dequantized_by(bundle: Bundle, file: str, folder: Path) -> dict[str, Any]:
-    """What the nodes of the signed form make of the weights: weight -> floats [out, in]."""
+    """What the nodes of the signed form make of the weights, which they have as [in, out]: weight -> [out, in]."""
     model = ir.load(bundle.file(file))
     half = ir.DataType.FLOAT16 if bundle.manifest.precision == "fp16" else ir.DataType.BFLOAT16
     signing = SignedWeightsPass(half)
@@ -86,7 +86,7 @@ def _dequantized_by(bundle: Bundle, file: str, folder: Path) -> dict[str, Any]:
         values.const_value.base_dir = scales.const_value.base_dir = folder  # type: ignore[union-attr]
         group = node.attributes["block_size"].value
         wide = scales.const_value.numpy().astype(np.float32)  # type: ignore[union-attr]
-        found[name] = values.const_value.numpy().astype(np.float32) * np.repeat(wide, group, axis=1)  # type: ignore[union-attr]
+        found[name] = (values.const_value.numpy().astype(np.float32) * np.repeat(wide, group, axis=0)).T  # type: ignore[union-attr]
     return found
 
 

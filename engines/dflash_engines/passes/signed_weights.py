@@ -1,9 +1,12 @@
 """Quantised weights as TensorRT takes them: signed integers without zero points.
 
-Measured with TensorRT-RTX 1.7.1 (three products with matrices of 4096 x 4096, scratch memory of an engine): int8 given
-as inputs is read in place if it lies as [in, out] (8 MiB) and copied as [out, in] (56 MiB); int4 given as inputs, or
-embedded with its scales given as inputs, is dequantised into scratch on every call (104 MiB); int4 embedded with its
-scales is not (8 MiB). So int8 matrices become inputs, turned when they are loaded, and int4 ones stay in the engine.
+Measured with TensorRT-RTX 1.7.1 (scratch memory of an engine): int8 given as inputs is read in place if it lies as
+[in, out] and copied as [out, in]. int4 given as inputs is dequantised into scratch on every call: two products of
+3584 x 18944 take 267 MiB (fp16 and bf16; [in, out], [out, in] or batches of groups; scales for groups, columns or the
+whole matrix; compute capability 8.6, 8.9 and 12.0), and as much with the values embedded and the scales given. int4
+embedded with its scales takes 8 MiB. So int8 matrices become inputs, turned when they are loaded, and int4 ones stay
+in the engine, all profiles sharing them; stored as [in, out] they cost the builder one copy and a third of the time
+less than as [out, in]. Engines without weights that are refitted later need a GPU to be built.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import dataclasses
 
 import onnx_ir as ir
 
-from dflash_engines.passes.graph_reading import dims, made_by
+from dflash_engines.passes.graph_reading import made_by
 from dflash_engines.passes.graph_writing import add_integers, emit, remove_dead_nodes, replace
 from dflash_engines.passes.quantized_weights import QuantizedMatrix, find_quantized
 from dflash_runtime.errors import EngineError
@@ -24,7 +27,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclasses.dataclass(frozen=True)
 class SignedPart:
-    """One tensor of the file of embedded weights."""
+    """One tensor of the file of embedded weights, turned: a matrix as [in, out], its scales as [groups, out]."""
 
     weight: str
     """In the bundle's index: values that become signed, or scales that become the engine's precision."""
@@ -55,30 +58,27 @@ class SignedWeightsPass(ir.passes.InPlacePass):
             _refuse(matrix)
             if matrix.bits == 4:
                 self._embed(matrix)
-            else:
-                _turn(matrix)
+            _turn(matrix)
         remove_dead_nodes(model)
         return ir.passes.PassResult(model, bool(found))
 
     def _embed(self, matrix: QuantizedMatrix) -> None:
-        matrix.values.type = ir.TensorType(ir.DataType.INT4)
-        self._place(matrix.values, ir.DataType.INT4, matrix.rows * matrix.columns // 2, "I4")
-        assert matrix.scales.dtype is not None and matrix.group_size is not None
-        count = matrix.rows * matrix.columns // matrix.group_size
-        self._place(matrix.scales, matrix.scales.dtype, 2 * count, self._half)
-        matrix.node.replace_input_with(2, None)
+        """Has values and scales lie in `SIGNED_FILE`."""
+        assert matrix.group_size is not None
+        count = matrix.rows * matrix.columns
+        self._place(matrix.values, count // 2, "I4")
+        self._place(matrix.scales, 2 * count // matrix.group_size, self._half)
 
-    def _place(self, value: ir.Value, kind: ir.DataType, length: int, dtype: str) -> None:
+    def _place(self, value: ir.Value, length: int, dtype: str) -> None:
         last = self.parts[-1] if self.parts else None
         offset = 0 if last is None else last.offset_bytes + last.length_bytes
         offset += -offset % _ALIGNMENT_BYTES
         self.parts.append(SignedPart(str(value.name), offset, length, dtype))
         tensor = value.const_value
         base_dir = tensor.base_dir if isinstance(tensor, ir.ExternalTensor) else ""
-        assert value.shape is not None and value.name is not None
-        shape = ir.Shape([int(d) for d in dims(value) or []])
+        assert value.dtype is not None and value.shape is not None
         value.const_value = ir.ExternalTensor(
-            SIGNED_FILE, offset, length, kind, shape=shape, name=value.name, base_dir=base_dir
+            SIGNED_FILE, offset, length, value.dtype, shape=value.shape, name=str(value.name), base_dir=base_dir
         )
 
 
@@ -102,29 +102,37 @@ def _refuse(matrix: QuantizedMatrix) -> None:
 
 
 def _turn(matrix: QuantizedMatrix) -> None:
-    """The matrix as INT8 [in, out], read so by products and by Gather."""
-    values, shape = matrix.values, ir.Shape([matrix.columns, matrix.rows])
-    tensor = values.const_value
-    assert isinstance(tensor, ir.ExternalTensor) and values.name is not None
-    values.shape, values.type = shape, ir.TensorType(ir.DataType.INT8)
-    values.const_value = ir.ExternalTensor(
-        tensor.location, tensor.offset, tensor.length, ir.DataType.INT8,
-        shape=shape, name=values.name, base_dir=tensor.base_dir,
-    )  # fmt: skip
+    """The matrix as signed integers [in, out], read so by products and by Gather."""
+    values, scales, attributes = matrix.values, matrix.scales, {"axis": 1}
+    _restate(values, [matrix.columns, matrix.rows], ir.DataType.INT4 if matrix.bits == 4 else ir.DataType.INT8)
+    if matrix.group_size is not None:
+        assert scales.dtype is not None
+        _restate(scales, [matrix.columns // matrix.group_size, matrix.rows], scales.dtype)
+        attributes = {"axis": 0, "block_size": matrix.group_size}
     readers = list(matrix.node.outputs[0].consumers())
     kind = matrix.node.outputs[0].dtype
     assert kind is not None
     turned = emit(
-        matrix.node, "DequantizeLinear", [values, matrix.scales], {"axis": 1}, dtype=kind,
+        matrix.node, "DequantizeLinear", [values, scales], attributes, dtype=kind,
         shape=[matrix.columns, matrix.rows],
     )  # fmt: skip
     for node in readers:
         if node.op_type == "Gather":
-            replace(node.outputs[0], _picked(node, values, matrix.scales, kind))
+            replace(node.outputs[0], _picked(node, values, scales, kind))
         elif node.op_type == "Transpose" and made_by(node.inputs[0], "DequantizeLinear") is matrix.node:
             ir.convenience.replace_all_uses_with(node.outputs[0], turned)
         else:
-            raise EngineError(f"{values.name} is int8 and read by {node.op_type}. Please report this graph.")
+            raise EngineError(f"{values.name} is quantised and read by {node.op_type}. Please report this graph.")
+
+
+def _restate(value: ir.Value, sizes: list[int], dtype: ir.DataType) -> None:
+    """Says of a weight in a file that it lies there turned."""
+    old, shape = value.const_value, ir.Shape(sizes)
+    assert isinstance(old, ir.ExternalTensor)
+    value.shape, value.type = shape, ir.TensorType(dtype)
+    value.const_value = ir.ExternalTensor(
+        old.location, old.offset, old.length, dtype, shape=shape, name=str(value.name), base_dir=old.base_dir
+    )
 
 
 def _picked(node: ir.Node, values: ir.Value, scales: ir.Value, kind: ir.DataType) -> ir.Value:
