@@ -13,7 +13,7 @@ from dflash_runtime.device import Array
 from dflash_runtime.device_weights import narrowed
 from dflash_runtime.weights import STORED, widened
 
-_PIECE_BYTES = 1 << 25
+_PIECE_BYTES = 1 << 24
 """Of a matrix with one value in a byte: large, because every piece reads across all rows of the stored matrix."""
 
 
@@ -39,12 +39,13 @@ def _turned_values(bundle: Bundle, entry: WeightEntry) -> Iterator[Array]:
     stored = np.memmap(bundle.file(entry.file), np.uint8, "r", entry.offset_bytes, (rows, columns // 2))
     at_once = max(1, _PIECE_BYTES // (2 * rows))
     for first in range(0, columns // 2, at_once):
-        pairs = stored[:, first : first + at_once].T  # one byte holds the values of two inputs
-        values = np.empty((2 * pairs.shape[0], rows), np.uint8)
+        pairs = np.ascontiguousarray(stored[:, first : first + at_once].T)  # a byte holds the values of two inputs
+        values = np.empty((2 * len(pairs), rows), np.uint8)
         np.bitwise_and(pairs, np.uint8(15), out=values[0::2])
         np.right_shift(pairs, np.uint8(4), out=values[1::2])
-        flat = values.reshape(-1)
-        yield (flat[0::2] | flat[1::2] << np.uint8(4)) ^ np.uint8(0x88)  # q - 8 is q with its highest bit turned
+        two = values.reshape(-1).view("<u2")
+        packed = (two & np.uint16(15)) | ((two >> np.uint16(4)) & np.uint16(0xF0))
+        yield packed.astype(np.uint8) ^ np.uint8(0x88)  # q - 8 in two's complement is q with its highest bit turned
 
 
 def _turned_scales(bundle: Bundle, entry: WeightEntry, part: SignedPart) -> Array:

@@ -128,9 +128,11 @@ class EnginePlan:
 
     def key(self, network: Network, profiles: Sequence[EngineProfile]) -> str:
         """Equal for two engines that are the same engine."""
-        holds_weights = self.options.weights_mode == "embedded" or bool(network.embedded)
-        embedded = [self.bundle.manifest.files[f].sha256 for f in sorted(self.bundle.manifest.files)
-                    if f.startswith("weights/") and holds_weights]  # fmt: skip
+        weights = self.bundle.manifest.weights
+        held = {weights[part.weight].file for part in network.embedded}
+        if self.options.weights_mode == "embedded":
+            held = {entry.file for entry in weights.values()}
+        embedded = [self.bundle.manifest.files[file].sha256 for file in sorted(held)]
         parts = [
             self.options.backend, self.tensorrt_version, self.compute_capability, network.sha256,
             [dataclasses.astuple(profile) for profile in profiles], embedded,
