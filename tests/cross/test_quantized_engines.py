@@ -62,6 +62,8 @@ def test_engines_build_without_a_gpu(name: str, request: pytest.FixtureRequest) 
     }
     assert not any(weight in taken for weight, quantized in facts.items() if quantized.bits == 4)
     assert not list(bundle.path.rglob(f"{SIGNED_FILE}*")) and max(by_kind["target"].scratch_bytes) < 64 << 20
+    int4 = sum(bundle.manifest.weights[n].length_bytes for n, q in facts.items() if q.bits == 4)
+    assert (built.held_bytes > int4) if int4 else built.held_bytes == 0  # scales too
 
 
 def _dequantized_by(bundle: Bundle, file: str, folder: Path) -> dict[str, Any]:
