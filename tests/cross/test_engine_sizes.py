@@ -87,7 +87,7 @@ def test_int4_lies_in_the_engines_once_and_not_in_scratch_memory(wide_int4: Bund
     built = build_engines(wide_int4, OPTIONS)
     parts = [wide_int4.manifest.weights[n] for n, q in wide_int4.manifest.quantized.items() for n in (n, q.scales)]
     assert built.held_bytes == sum(entry.length_bytes for entry in parts) > 115e6
-    assert 0 < built.engine_bytes - built.held_bytes < 4e6
+    assert 0 < built.engine_bytes - built.held_bytes < 8e6
     assert max(max(engine.scratch_bytes) for engine in built.record.engines) < 80 << 20
     (target,) = [engine for engine in built.record.engines if engine.kind == "target"]
     assert target.build_peak_bytes < builder_peak_bytes(1, len(target.profiles), built.held_bytes)
