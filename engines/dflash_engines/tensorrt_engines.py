@@ -122,7 +122,8 @@ def build_engines(bundle: Bundle, options: EngineOptions, progress: Progress | N
 
 def _build(plan: EnginePlan, network: Network, profiles: list[EngineProfile], key: str, target: Path, tell: Progress
            ) -> tuple[GraphEngine, float]:
-    check_memory(network.kind, plan.builder_peak_bytes(network, profiles), available_bytes())
+    needed, holds_int4 = plan.builder_peak_bytes(network, profiles), bool(network.embedded)
+    check_memory(network.kind, needed, available_bytes(), holds_int4=holds_int4)
     built = plan.build(network, profiles, target, lambda done: tell(f"build {network.kind}", done, 1000))
     engine = GraphEngine(
         kind=network.kind,
