@@ -38,8 +38,7 @@ def test_weights_take_what_the_plan_says(tmp_path: Path, layers: str) -> None:
     assert held == pytest.approx(model_bytes(shape, Storage(layers, "bf16")), rel=0.03)
 
 
-@pytest.mark.parametrize("with_drafter", [False, True])
-@pytest.mark.parametrize("words", ["int4 int4 int4", "int4 int8 int8", "keep int4 int4"])
+@pytest.mark.parametrize(("words", "with_drafter"), [("int4 int4 int4", True), ("int4 int8 keep", False)])
 def test_engines_hold_and_are_given_what_the_plan_says(
     tmp_path: Path, words: str, with_drafter: bool
 ) -> None:
@@ -47,9 +46,7 @@ def test_engines_hold_and_are_given_what_the_plan_says(
     pair = dataclasses.replace(MAIN, precision="bf16", target=WIDE, drafter={})
     pair.write(tmp_path)
     options = pair.options(tmp_path) if with_drafter else dataclasses.replace(pair.options(tmp_path), drafter=None)
-    layers, head, drafter_layers = words.split()
-    scheme = quantize_options(layers, head, drafter_layers if with_drafter else "keep", 128)
-    options = dataclasses.replace(options, quantize=scheme)
+    options = dataclasses.replace(options, quantize=quantize_options(*words.split(), 128))
     (tmp_path / "bundle").mkdir()
     export_bundle(plan_build(options), tmp_path / "bundle", quiet)
     bundle = Bundle.open(tmp_path / "bundle", check_files=False)
