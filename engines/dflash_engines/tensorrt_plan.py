@@ -183,10 +183,10 @@ class EnginePlan:
         num_layers = manifest.target.num_layers if network.kind == "target" else 0
         if manifest.drafter is not None and network.kind.startswith("drafter"):
             num_layers = manifest.drafter.num_layers
-        embedded = sum(part.length_bytes for part in network.embedded)
+        int4, embedded = sum(part.length_bytes for part in network.embedded), 0
         if self.options.weights_mode == "embedded":
             embedded = sum(entry.length_bytes for entry in manifest.weights.values())
-        return builder_peak_bytes(num_layers, len(profiles), embedded)
+        return builder_peak_bytes(num_layers, len(profiles), embedded, int4)
 
     def _onnx_path(self, network: Network, target: Path) -> Path:
         """Beside the engine; with embedded weights where the bundle's weights are found from it."""

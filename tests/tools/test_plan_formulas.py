@@ -161,7 +161,7 @@ def test_qwen2_7b_in_int4_on_the_small_boards() -> None:
     nano = plan_of(QWEN2_7B, device="orin-nano-8gb", precision="int4")
     assert not nano.fits
     assert 8.5e9 < nano.run_bytes < 8.9e9
-    assert 14e9 < nano.build_bytes == nano.needed_bytes  # the builder holds int4 weights several times
+    assert 13e9 < nano.build_bytes == nano.needed_bytes  # the builder holds int4 weights several times
     assert nano.place.available_bytes == 7620 << 20
     nx = plan_of(QWEN2_7B, device="orin-nx-16gb", precision="int4")
     assert nx.fits

@@ -205,7 +205,7 @@ def host_builder_bytes(target: ModelShape, storage: Storage, block_sizes: Sequen
 
     profiles, _ = num_profiles(block_sizes)
     held, _ = held_bytes(target, None, storage)
-    return builder_peak_bytes(target.num_layers, profiles, held)
+    return builder_peak_bytes(target.num_layers, profiles, int4_weight_bytes=held)
 
 
 def kernel_trial_bytes(target: ModelShape, storage: Storage, scratch: int) -> int:
