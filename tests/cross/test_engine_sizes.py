@@ -91,7 +91,7 @@ def test_int4_lies_in_the_engines_once_and_not_in_scratch_memory(wide_int4: Bund
     assert max(max(engine.scratch_bytes) for engine in built.record.engines) < 80 << 20
     (target,) = [engine for engine in built.record.engines if engine.kind == "target"]
     told = builder_peak_bytes(1, len(target.profiles), int4_weight_bytes=built.held_bytes)
-    assert target.build_peak_bytes < told + built.held_bytes  # the mapped file too
+    assert target.build_peak_bytes < 1.1 * told + built.held_bytes  # the mapped file too
 
 
 @pytest.mark.slow
