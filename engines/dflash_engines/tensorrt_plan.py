@@ -149,9 +149,11 @@ class EnginePlan:
 
     def key(self, network: Network, profiles: Sequence[EngineProfile]) -> str:
         """Equal for two engines that are the same engine."""
-        holds_weights = self.options.weights_mode == "embedded" or bool(network.embedded)
-        embedded = [self.bundle.manifest.files[f].sha256 for f in sorted(self.bundle.manifest.files)
-                    if f.startswith("weights/") and holds_weights]  # fmt: skip
+        weights = self.bundle.manifest.weights
+        held = {weights[part.weight].file for part in network.embedded}
+        if self.options.weights_mode == "embedded":
+            held = {entry.file for entry in weights.values()}
+        embedded = [self.bundle.manifest.files[file].sha256 for file in sorted(held)]
         parts = [
             self.options.backend, self.tensorrt_version, self.compute_capability, network.sha256,
             [dataclasses.astuple(profile) for profile in profiles], embedded,
@@ -202,10 +204,10 @@ class EnginePlan:
         num_layers = manifest.target.num_layers if network.kind == "target" else 0
         if manifest.drafter is not None and network.kind.startswith("drafter"):
             num_layers = manifest.drafter.num_layers
-        embedded = sum(part.length_bytes for part in network.embedded)
+        int4, embedded = sum(part.length_bytes for part in network.embedded), 0
         if self.options.weights_mode == "embedded":
             embedded = sum(entry.length_bytes for entry in manifest.weights.values())
-        return builder_peak_bytes(num_layers, len(profiles), embedded)
+        return builder_peak_bytes(num_layers, len(profiles), embedded, int4)
 
     def _onnx_path(self, network: Network, target: Path) -> Path:
         """Beside the engine; with embedded weights where the bundle's weights are found from it."""

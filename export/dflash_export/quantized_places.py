@@ -150,31 +150,32 @@ class _KeptScales:
     def __init__(self) -> None:
         self._left_bytes = KEPT_SCALE_BYTES
 
-    def take(self, rows: list[QuantizedRows]) -> bool:
-        """Whether there is room for what the rows hold beside values."""
-        size = _size_bytes(rows)
-        fits = size <= self._left_bytes
-        self._left_bytes -= size if fits else 0
-        return fits
+    def room_for(self, shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> QuantizedRows | None:
+        """One block for all of a weight [out, in], None where there is no room left.
+
+        Small ones, kept as they are found among large ones that go, would keep the memory of these.
+        """
+        grouped = (shape[0], shape[1] // (scheme.group_size or shape[1]))
+        points = None if scheme.symmetric else torch.empty(grouped, dtype=torch.uint8)
+        rows = QuantizedRows(_NO_VALUES, torch.empty(grouped, dtype=dtype), points)
+        if _size_bytes(rows) > self._left_bytes:
+            return None
+        self._left_bytes -= _size_bytes(rows)
+        return rows
 
     def give_back(self, rows: list[QuantizedRows]) -> None:
         """They were written."""
-        self._left_bytes += _size_bytes(rows)
+        self._left_bytes += sum(map(_size_bytes, rows))
         rows.clear()
 
 
-def _joined(rows: list[QuantizedRows]) -> QuantizedRows:
-    """One block for all: small ones that stay among large ones that go would keep the memory of these."""
-    points = [r.zero_points for r in rows if r.zero_points is not None]
-    return QuantizedRows(_NO_VALUES, torch.cat([r.scales for r in rows]), torch.cat(points) if points else None)
-
-
-def _size_bytes(rows: list[QuantizedRows]) -> int:
-    return sum(t.nbytes for r in rows for t in (r.scales, r.zero_points) if t is not None)
+def _size_bytes(rows: QuantizedRows) -> int:
+    return sum(tensor.nbytes for tensor in (rows.scales, rows.zero_points) if tensor is not None)
 
 
 def _rounding_source(place: TensorPlace, scheme: Scheme, scale_dtype: str, kept: _KeptScales) -> RowSource:
     found: list[QuantizedRows] = []
+    dtype = FLOAT_DTYPES[scale_dtype]
 
     def rows(role: Role) -> Iterator[QuantizedRows]:
         if role != "values" and found:
@@ -182,13 +183,17 @@ def _rounding_source(place: TensorPlace, scheme: Scheme, scale_dtype: str, kept:
             if role == "zero_points" or scheme.symmetric:
                 kept.give_back(found)
             return
-        seen: list[QuantizedRows] = []
-        rounding = partial(round_rows, scheme=scheme, scale_dtype=FLOAT_DTYPES[scale_dtype])
-        for rounded in map_pieces(rounding, float_rows(place)):
+        waiting = kept.room_for(place.shape, scheme, dtype) if role == "values" and not found else None
+        first = 0
+        for rounded in map_pieces(partial(round_rows, scheme=scheme, scale_dtype=dtype), float_rows(place)):
+            if waiting is not None:
+                waiting.scales[first : first + len(rounded.scales)] = rounded.scales
+                if waiting.zero_points is not None and rounded.zero_points is not None:
+                    waiting.zero_points[first : first + len(rounded.scales)] = rounded.zero_points
+            first += len(rounded.scales)
             yield rounded
-            seen.append(dataclasses.replace(rounded, values=_NO_VALUES))
-        if role == "values" and not found and kept.take(seen):
-            found.append(_joined(seen))
+        if waiting is not None:
+            found.append(waiting)
 
     return rows
 

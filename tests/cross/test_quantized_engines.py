@@ -76,10 +76,12 @@ def test_engines_build_without_a_gpu(name: str, request: pytest.FixtureRequest) 
     }
     assert not any(weight in taken for weight, quantized in facts.items() if quantized.bits == 4)
     assert not list(bundle.path.rglob(f"{SIGNED_FILE}*")) and max(by_kind["target"].scratch_bytes) < 64 << 20
+    int4 = sum(bundle.manifest.weights[n].length_bytes for n, q in facts.items() if q.bits == 4)
+    assert (built.held_bytes > int4) if int4 else built.held_bytes == 0  # scales too
 
 
 def _dequantized_by(bundle: Bundle, file: str, folder: Path) -> dict[str, Any]:
-    """What the nodes of the signed form make of the weights: weight -> floats [out, in]."""
+    """What the nodes of the signed form make of the weights, which they have as [in, out]: weight -> [out, in]."""
     model = ir.load(bundle.file(file))
     half = ir.DataType.FLOAT16 if bundle.manifest.precision == "fp16" else ir.DataType.BFLOAT16
     signing = SignedWeightsPass(half)
@@ -100,7 +102,7 @@ def _dequantized_by(bundle: Bundle, file: str, folder: Path) -> dict[str, Any]:
         values.const_value.base_dir = scales.const_value.base_dir = folder  # type: ignore[union-attr]
         group = node.attributes["block_size"].value
         wide = scales.const_value.numpy().astype(np.float32)  # type: ignore[union-attr]
-        found[name] = values.const_value.numpy().astype(np.float32) * np.repeat(wide, group, axis=1)  # type: ignore[union-attr]
+        found[name] = (values.const_value.numpy().astype(np.float32) * np.repeat(wide, group, axis=0)).T  # type: ignore[union-attr]
     return found
 
 

@@ -16,6 +16,7 @@ from dflash_engines.tensorrt_network import HALF_TYPES
 from dflash_export.dequantized_weights import read_integers
 from dflash_export.deviation import Array
 from dflash_runtime.bundle import Bundle
+from dflash_runtime.weights import MappedWeights
 
 
 @contextlib.contextmanager
@@ -37,7 +38,7 @@ def signed_weights(bundle: Bundle, model: ir.Model) -> Iterator[dict[str, Array]
         return
     signing = SignedWeightsPass(HALF_TYPES[bundle.manifest.precision])
     signing(model)
-    file = bundle.path / f".{SIGNED_FILE}.{os.getpid()}"
+    file, mapped = bundle.path / f".{SIGNED_FILE}.{os.getpid()}", MappedWeights(bundle)
     turned: dict[str, Array] = {}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
@@ -46,6 +47,8 @@ def signed_weights(bundle: Bundle, model: ir.Model) -> Iterator[dict[str, Array]
                 file.name, tensor.offset, tensor.length, tensor.dtype,
                 shape=tensor.shape, name=name, base_dir=bundle.path,
             )  # fmt: skip
+            if name in bundle.manifest.weights and tensor.dtype in HALF_TYPES.values():  # scales
+                turned[name] = np.ascontiguousarray(mapped.float32(name).T)
         elif value.dtype == ir.DataType.INT8:
             integers = read_integers(bundle.path, bundle.manifest.weights[name])
             turned[name] = np.ascontiguousarray((integers ^ np.uint8(0x80)).view(np.int8).T)
