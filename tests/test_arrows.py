@@ -30,6 +30,7 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "gpu_check_bundles",
     "hollow_bundle",
     "lowered_check",
+    "network_weights",
     "pipeline",
     "ring_check",
     "weights_choice",

@@ -14,6 +14,7 @@ from dflash_engines.engine_place import replace_folder
 from dflash_runtime.bundle import Bundle, file_facts
 from dflash_runtime.engine_record import ENGINE_SCHEMA_VERSION, EngineRecord, HostEngineRecord, engine_folder
 from dflash_runtime.errors import OutputError
+from dflash_runtime.weights import weights_given_by_name
 from dflash_runtime.window_rings import Ring
 
 AnyRecord = TypeVar("AnyRecord", bound=EngineRecord)
@@ -71,12 +72,12 @@ def host_record(bundle: Bundle, backend: str, names: Sequence[str], versions: di
 
 
 def _folded_weights(graph: ir.Graph, bundle: Bundle) -> list[str]:
-    """Weights read by a node that reads nothing but constants, which a backend computes once when it opens."""
-    found = set()
+    """Weights given by name that a node without other inputs makes constants of when a session opens."""
+    given, found = weights_given_by_name(bundle.manifest, upcast=True), set[str]()
     for node in graph:
         inputs = [value for value in node.inputs if value is not None]
         if all(_is_constant(value) for value in inputs):
-            found |= {str(value.name) for value in inputs if value.name in bundle.manifest.weights}
+            found |= {str(value.name) for value in inputs if value.name in given}
     return sorted(found)
 
 

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from dflash_engines.engine_writing import host_record, write_engine
 from dflash_engines.passes.cached_attention import find_cached_attention
 from dflash_engines.passes.constant_reshape import ConstantReshapePass
+from dflash_engines.passes.float8_weights import Float8WeightsPass
 from dflash_engines.passes.group_query_attention import GroupQueryAttentionPass
 from dflash_engines.passes.kernel_rotation import KernelRotationPass
 from dflash_engines.passes.length_sliced_attention import LengthSlicedAttentionPass
@@ -128,6 +129,7 @@ def lower_model(
         LengthSlicedAttentionPass(),
         QuantizedRowsPass(),
         QuantizedMatMulPass(activations),
+        Float8WeightsPass(),
         FuseTransposedMatMulPass(),
         PackProjectionsPass(),
         UncutRowsPass(),

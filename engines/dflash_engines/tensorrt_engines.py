@@ -51,6 +51,8 @@ class BuiltEngines:
     """Device memory the weights take, each once; 0 where the engines hold them."""
     saved_bytes: int
     """Device memory that a copy of the weights in each engine would take on top."""
+    held_bytes: int
+    """int4 weights that the engine files hold, because TensorRT copies those it is given; see `signed_weights`."""
     warnings: list[str]
     """What the user should know, though the engines are good."""
     weights_reason: str = ""
@@ -99,11 +101,12 @@ def build_engines(bundle: Bundle, options: EngineOptions, progress: Progress | N
     present = _present(folder)
     reused: list[str] = []
     engines: list[GraphEngine] = []
-    seconds = 0.0
+    seconds, held_bytes = 0.0, 0
     with partial_folder(folder.parent) as partial:
         for kind in plan.kinds:
             network, profiles = plan.network(kind), plan.profiles(kind)
             key = plan.key(network, profiles)
+            held_bytes += sum(part.length_bytes for part in network.embedded)
             engine = _known(plan, kind, key, present, folder, partial / f"{kind}.engine")
             if engine is not None:
                 reused.append(kind)
@@ -114,12 +117,13 @@ def build_engines(bundle: Bundle, options: EngineOptions, progress: Progress | N
         record = plan.record(engines, partial)
         record.write(partial)
         replace_folder(partial, folder)
-    return BuiltEngines(record, folder, reused, seconds, *plan.weight_bytes(engines), plan.warnings)
+    return BuiltEngines(record, folder, reused, seconds, *plan.weight_bytes(engines), held_bytes, plan.warnings)
 
 
 def _build(plan: EnginePlan, network: Network, profiles: list[EngineProfile], key: str, target: Path, tell: Progress
            ) -> tuple[GraphEngine, float]:
-    check_memory(network.kind, plan.builder_peak_bytes(network, profiles), available_bytes())
+    needed, holds_int4 = plan.builder_peak_bytes(network, profiles), bool(network.embedded)
+    check_memory(network.kind, needed, available_bytes(), holds_int4=holds_int4)
     built = plan.build(network, profiles, target, lambda done: tell(f"build {network.kind}", done, 1000))
     engine = GraphEngine(
         kind=network.kind,
@@ -131,7 +135,7 @@ def _build(plan: EnginePlan, network: Network, profiles: list[EngineProfile], ke
         build_peak_bytes=built.peak_bytes,
     )
     _refuse_copied_weights(engine, network)
-    if plan.options.use_cache:
+    if plan.options.use_cache and not network.embedded:  # with its weights it fits no other bundle
         EngineCache().keep(key, target, engine)
     return engine, built.seconds
 

@@ -31,9 +31,10 @@ from dflash_runtime.device_engine import (
     GraphEngine,
 )
 from dflash_runtime.errors import EngineError
-from dflash_runtime.weights import SIGNED_TRANSPOSED
+from dflash_runtime.weights import FLOAT8_TRANSPOSED, SIGNED_TRANSPOSED
 
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, SIGNED_TRANSPOSED: 1}
+FLOAT8_CAPABILITY = (8, 9)
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, SIGNED_TRANSPOSED: 1, FLOAT8_TRANSPOSED: 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,22 @@ def refuse_precision(bundle_precision: str) -> None:
         )
 
 
+def refuse_float8(bundle: Bundle, compute_capability: str) -> None:
+    """FP8 weights want a GPU that knows them.
+
+    Raises:
+        EngineError: the bundle has some and the GPU is older than compute capability 8.9.
+    """
+    weights = bundle.manifest.weights
+    found = [name for name in bundle.manifest.quantized if weights[name].dtype == "F8_E4M3"]
+    if found and tuple(int(part) for part in compute_capability.split(".")) < FLOAT8_CAPABILITY:
+        raise EngineError(
+            f"{len(found)} weights are FP8 ({found[0]} ...), which TensorRT takes from compute capability 8.9 on; "
+            f"these engines are for {compute_capability}. Build the bundle with --quantize int8 or int4, or run it "
+            "with --backend ort-cpu."
+        )
+
+
 class EnginePlan:
     """The facts of one run of the builder, and what follows from them for each graph."""
 
@@ -91,6 +108,7 @@ class EnginePlan:
                 "Weights of a quantised bundle cannot all be embedded: int8 is read in place only as an input, and "
                 "int4 is embedded as it is. Leave --weights at shared."
             )
+        refuse_float8(bundle, compute_capability)
         self.block_sizes = sorted(set(options.block_sizes or manifest.block_sizes) - {1})
         largest = max(manifest.block_sizes)
         if manifest.drafter is None:
@@ -131,9 +149,11 @@ class EnginePlan:
 
     def key(self, network: Network, profiles: Sequence[EngineProfile]) -> str:
         """Equal for two engines that are the same engine."""
-        holds_weights = self.options.weights_mode == "embedded" or bool(network.embedded)
-        embedded = [self.bundle.manifest.files[f].sha256 for f in sorted(self.bundle.manifest.files)
-                    if f.startswith("weights/") and holds_weights]  # fmt: skip
+        weights = self.bundle.manifest.weights
+        held = {weights[part.weight].file for part in network.embedded}
+        if self.options.weights_mode == "embedded":
+            held = {entry.file for entry in weights.values()}
+        embedded = [self.bundle.manifest.files[file].sha256 for file in sorted(held)]
         parts = [
             self.options.backend, self.tensorrt_version, self.compute_capability, network.sha256,
             [dataclasses.astuple(profile) for profile in profiles], embedded,
@@ -184,10 +204,10 @@ class EnginePlan:
         num_layers = manifest.target.num_layers if network.kind == "target" else 0
         if manifest.drafter is not None and network.kind.startswith("drafter"):
             num_layers = manifest.drafter.num_layers
-        embedded = sum(part.length_bytes for part in network.embedded)
+        int4, embedded = sum(part.length_bytes for part in network.embedded), 0
         if self.options.weights_mode == "embedded":
             embedded = sum(entry.length_bytes for entry in manifest.weights.values())
-        return builder_peak_bytes(num_layers, len(profiles), embedded)
+        return builder_peak_bytes(num_layers, len(profiles), embedded, int4)
 
     def _onnx_path(self, network: Network, target: Path) -> Path:
         """Beside the engine; with embedded weights where the bundle's weights are found from it."""

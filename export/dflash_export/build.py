@@ -26,6 +26,7 @@ from dflash_export.range_guard import RangeGuard, is_guarded
 from dflash_export.tap_rule import default_target_layer_ids
 from dflash_export.taps import select_taps
 from dflash_export.target_trace import TracedTarget
+from dflash_export.tensor_files import FLOAT8
 from dflash_export.text_files import copy_text_files, read_text_facts
 from dflash_export.traced_file import trace_or_load
 from dflash_export.weight_store import (
@@ -44,6 +45,7 @@ from dflash_runtime.bundle import (
     file_facts,
     write_text_atomically,
 )
+from dflash_runtime.errors import CheckpointError
 
 TARGET_GRAPH = "target.onnx"
 TARGET_WEIGHTS = "weights/target.safetensors"
@@ -87,6 +89,11 @@ def trace_and_store_target(
     imported, quantized = imported_parts(plan.places, linear, dtype)
     places, rounded = quantize_places({**plan.places, **imported}, schemes, dtype)
     quantized |= rounded
+    if places[traced.embedding_weight].dtype == FLOAT8:
+        raise CheckpointError(
+            f"{traced.embedding_weight} would be FP8, and rows are picked from it, for which ONNX has no operator. "
+            "Leave --quantize-head at keep, or give int8 or int4."
+        )
     stored = bring_weights(root, "target", places, dtype, plan.weights_mode, progress, stages, islands)
     stored = dataclasses.replace(stored, quantized=quantized)
     if layer_ids is None:

@@ -116,10 +116,15 @@ def with_imported_weights(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         CheckpointError: it is quantised in a way that is not taken.
     """
-    config = read_json(checkpoint.folder / "config.json").get("quantization_config")
-    if not config:
+    if not is_quantized(checkpoint):
         return checkpoint
+    config = read_json(checkpoint.folder / "config.json")["quantization_config"]
     return dataclasses.replace(checkpoint, places=read_quantized_places(config, checkpoint.places, checkpoint.name))
+
+
+def is_quantized(checkpoint: Checkpoint) -> bool:
+    """Whether its config says so."""
+    return bool(read_json(checkpoint.folder / "config.json").get("quantization_config"))
 
 
 def read_target_config(checkpoint: Checkpoint, *, quantized: bool = False) -> PreTrainedConfig:

@@ -10,23 +10,35 @@ import numpy.typing as npt
 import onnx_ir as ir
 from torch import Tensor
 
+from dflash_export.tensor_files import FLOAT8
 from dflash_runtime.bundle import QuantizedWeight, WeightEntry
 from dflash_runtime.errors import ParityError
 
-_INTEGERS = {4: ir.DataType.UINT4, 8: ir.DataType.UINT8}
+_VALUES = {"U4": ir.DataType.UINT4, "U8": ir.DataType.UINT8, FLOAT8: ir.DataType.FLOAT8E4M3FN}
 _FLOATS = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
 
 
-def linear_weights(model: ir.Model) -> list[str]:
-    """Matrices [out, in] that every reader multiplies by, or picks rows of, in the order of the graph."""
+def linear_weights(model: ir.Model, *, widened: bool = False) -> list[str]:
+    """Matrices [out, in] that every reader multiplies by, or picks rows of, in the order of the graph.
+
+    Args:
+        model: A graph whose weights are hollow initializers.
+        widened: Also those that a graph in half precision multiplies by in fp32.
+    """
+
+    def multiplies(node: ir.Node) -> bool:
+        readers = list(node.outputs[0].consumers())
+        wide = widened and node.op_type == "Cast" and bool(readers) and all(_multiplies(one) for one in readers)
+        return wide or _multiplies(node)
+
     return [
         name
         for name, value in model.graph.initializers.items()
         if value.const_value is None
         and value.shape is not None
         and len(value.shape) == 2
-        and any(_multiplies(node) for node in value.consumers())
-        and all(_multiplies(node) or node.op_type == "Gather" for node in value.consumers())
+        and any(multiplies(node) for node in value.consumers())
+        and all(multiplies(node) or node.op_type == "Gather" for node in value.consumers())
     ]
 
 
@@ -57,7 +69,7 @@ def add_dequantize_nodes(
     graph = model.graph
     for name in [n for n in graph.initializers if n in quantized]:
         weight, facts = graph.initializers[name], quantized[name]
-        integers = _INTEGERS[facts.bits]
+        integers = _VALUES[entries[name].dtype]
         if weight.dtype == integers:
             continue
         assert weight.shape is not None
@@ -66,7 +78,10 @@ def add_dequantize_nodes(
         result = ir.Value(name=f"{name}.dequantized", shape=weight.shape, type=weight.type)
         ir.convenience.replace_all_uses_with(weight, result)
         scales = _hollow(graph, facts.scales, entries[facts.scales].shape, scale_type)
-        if facts.zero_points is None:
+        zero_points = None
+        if entries[name].dtype == FLOAT8:
+            pass  # zero is zero
+        elif facts.zero_points is None:
             zero_points = _middle(graph, entries[facts.scales].shape, facts.bits)
         else:
             zero_points = _hollow(graph, facts.zero_points, entries[facts.zero_points].shape, integers)
@@ -76,7 +91,8 @@ def add_dequantize_nodes(
         if weight.dtype is not None and weight.dtype != scale_type:
             attributes["output_dtype"] = int(weight.dtype)
         weight.type = ir.TensorType(integers)
-        node = ir.node("DequantizeLinear", [weight, scales, zero_points], attributes, outputs=[result])
+        inputs = [weight, scales] if zero_points is None else [weight, scales, zero_points]
+        node = ir.node("DequantizeLinear", inputs, attributes, outputs=[result])
         graph.insert_before(first, node)
 
 

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 
 from dflash_export.piece_threads import map_pieces
 from dflash_export.quantized_places import ROUND_TO_NEAREST, float_rows
-from dflash_export.tensor_files import TensorPlace, stored_bytes
+from dflash_export.tensor_files import FLOAT8, TensorPlace, stored_bytes
 from dflash_export.weight_values import read_weight
 from dflash_runtime.bundle import CheckRow, Manifest, QuantizedWeight, WeightEntry
 
 Array = npt.NDArray[Any]
 _PIECE_BYTES = 1 << 22
-_CLIPPED_STEPS = {bits: 1 + 2.0 ** (bits - 9) for bits in (4, 8)}
+_MOST_STEPS = {**{f"int{bits}": 1 + 2.0 ** (bits - 9) for bits in (4, 8)}, "fp8": 0.5 + 2.0**-10}
 """How many steps of its scale a rounded weight may be off: half a one, a whole one at the end of the range that a
-symmetric weight has one value less at, and there what rounding the scale to bf16 adds."""
+symmetric weight has one value less at, and there what rounding the scale to bf16 adds. Floats have steps of their own,
+an eighth of the power of two below them, and are half a one off."""
 
 
 def read_float_weight(root: Path, manifest: Manifest, name: str, rows: slice | None = None) -> Tensor:
@@ -45,6 +46,9 @@ def read_float_weight(root: Path, manifest: Manifest, name: str, rows: slice | N
     if facts.zero_points is not None:
         zero_points = read_integers(root, manifest.weights[facts.zero_points])[start:stop]
     scales = read_weight(root, manifest.weights[facts.scales])[start:stop].float().numpy()
+    if entry.dtype == FLOAT8:
+        floats = torch.from_numpy(read_integers(root, entry, start, stop)).view(torch.float8_e4m3fn)
+        return floats.float() * torch.from_numpy(scales)[:, None]
     return torch.from_numpy(dequantize(read_integers(root, entry, start, stop), scales, zero_points, facts))
 
 
@@ -131,23 +135,28 @@ def check_rounding(root: Path, manifest: Manifest, places: Mapping[str, TensorPl
     Returns:
         A row for each number of bits; none where nothing was rounded here.
     """
-    worst: dict[int, float] = {}
+    worst: dict[str, float] = {}
     rounded = {
         name: facts
         for name, facts in manifest.quantized.items()
         if name in places and facts.origin == ROUND_TO_NEAREST
     }
-    for name, facts in rounded.items():
+    for name in rounded:
         worst_of = partial(_worst_steps, root, manifest, name)
+        kind = _kind(manifest, name)
         for steps in map_pieces(worst_of, _numbered(float_rows(places[name]))):
-            worst[facts.bits] = max(worst.get(facts.bits, 0.0), steps)
+            worst[kind] = max(worst.get(kind, 0.0), steps)
     table = []
-    for bits, most in worst.items():
-        count = sum(facts.bits == bits for facts in rounded.values())
-        words = f"{count} matrices of the {covered}, in steps of their scale"
-        allowed = _CLIPPED_STEPS[bits]
-        table.append(CheckRow("quantised", f"{covered} int{bits}", most, allowed, most <= allowed, words))
+    for kind, most in worst.items():
+        count = sum(_kind(manifest, name) == kind for name in rounded)
+        words = f"{count} matrices of the {covered}, in steps of their {'values' if kind == 'fp8' else 'scale'}"
+        allowed = _MOST_STEPS[kind]
+        table.append(CheckRow("quantised", f"{covered} {kind}", most, allowed, most <= allowed, words))
     return table
+
+
+def _kind(manifest: Manifest, name: str) -> str:
+    return "fp8" if manifest.weights[name].dtype == FLOAT8 else f"int{manifest.quantized[name].bits}"
 
 
 def _worst_steps(root: Path, manifest: Manifest, name: str, numbered: tuple[int, Tensor]) -> float:
@@ -158,7 +167,11 @@ def _worst_steps(root: Path, manifest: Manifest, name: str, numbered: tuple[int,
     scales = read_weight(root, stored)[part].float().reshape(len(rows), -1, 1)
     found = read_float_weight(root, manifest, name, part)
     apart = (found - rows.float()).abs().reshape(len(rows), scales.shape[1], -1)
-    return float((apart / scales.abs().clamp(min=torch.finfo(torch.float32).tiny)).max())
+    steps = scales.abs().clamp(min=torch.finfo(torch.float32).tiny)
+    if manifest.weights[name].dtype == FLOAT8:
+        powers = torch.frexp(rows.float().reshape(apart.shape) / steps)[1] - 1
+        steps = steps * torch.exp2(powers.clamp(min=-6) - 3.0)
+    return float((apart / steps).max())
 
 
 def _numbered(pieces: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
@@ -169,7 +182,7 @@ def _numbered(pieces: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
 
 
 def unpacked(stored: Array, entry: WeightEntry) -> Array:
-    """Bytes of a U8 or U4 weight as unsigned integers, one in a byte, in the weight's shape."""
+    """Bytes of a U8 or U4 weight as unsigned integers, one in a byte, in the weight's shape; F8_E4M3 as its bits."""
     if entry.dtype == "U4":
         stored = np.stack([stored & 15, stored >> 4], axis=-1).reshape(-1)[: int(np.prod(entry.shape))]
     return stored.reshape(entry.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from dflash_export.bring_weights import bring_weights
 from dflash_export.build_stages import BuildStages
-from dflash_export.checkpoint import Checkpoint, find_checkpoint, with_weights
+from dflash_export.checkpoint import Checkpoint, find_checkpoint, with_imported_weights, with_weights
 from dflash_export.dequantize_nodes import linear_weights
 from dflash_export.drafter_config import DrafterConfig, read_drafter_config
 from dflash_export.drafter_trace import DrafterTables, trace_context, trace_drafter
@@ -22,6 +22,7 @@ from dflash_export.pair_check import config_findings, embedding_scale
 from dflash_export.pair_findings import WARNING, Finding, TargetSide, require_fit
 from dflash_export.pair_text_check import text_findings
 from dflash_export.quantization import Scheme
+from dflash_export.quantized_formats.imported_place import ImportedPlace, imported_parts
 from dflash_export.quantized_places import quantize_places
 from dflash_export.weight_links import COPY
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES, Progress
@@ -92,7 +93,7 @@ def plan_drafter(
     checkpoint = find_checkpoint(reference, role="drafter", local_files_only=local_files_only, with_weights=False)
     config = read_drafter_config(checkpoint.folder)
     require_fit(config_findings(target, config, checkpoint.places, block_sizes=block_sizes))
-    checkpoint = with_weights(checkpoint, local_files_only=local_files_only)
+    checkpoint = with_imported_weights(with_weights(checkpoint, local_files_only=local_files_only))
     findings = config_findings(target, config, checkpoint.places, block_sizes=block_sizes)
     require_fit(findings)
     weights = match_drafter_weights(config, checkpoint.places, target.vocab_size, str(checkpoint.folder))
@@ -153,8 +154,10 @@ def trace_and_store_drafter(
     draft = trace_drafter(plan.config, tables, TORCH_DTYPES[dtype])
     progress("trace drafter", 2, 2)
     stages = stages or BuildStages(None)
-    schemes = _schemes(plan, [context, draft])
-    places, quantized = quantize_places(plan.weights.bundle_places, schemes, dtype)
+    own = plan.weights.bundle_places
+    imported, quantized = imported_parts(own, _matrices(own, [context, draft], widened=True), dtype)
+    places, rounded = quantize_places({**own, **imported}, _schemes(plan, [context, draft]), dtype)
+    quantized |= rounded
     stored = bring_weights(root, "drafter", places, dtype, plan.weights_mode, progress, stages)
     windows = plan.config.windows
     context_facts = finish_interface(context, "drafter_context", CONTEXT_GRAPH, windows)
@@ -184,12 +187,22 @@ def _schemes(plan: DrafterPlan, graphs: list[ir.Model]) -> dict[str, Scheme]:
     """The scheme of every matrix of the drafter's own that each graph uses in products alone."""
     if plan.scheme is None:
         return {}
+    places = plan.weights.bundle_places
+    floats = {name: place for name, place in places.items() if not isinstance(place, ImportedPlace)}
+    chosen = dict.fromkeys(_matrices(floats, graphs), plan.scheme)
+    if not chosen:
+        raise CheckpointError(
+            f"{plan.checkpoint.name} holds no plain matrix [out, in] in floats: nothing can be quantised. Leave "
+            "--quantize-drafter at keep."
+        )
+    return chosen
+
+
+def _matrices(names: Iterable[str], graphs: list[ir.Model], *, widened: bool = False) -> list[str]:
+    """Weights of the drafter's own that each graph uses in products alone; see `linear_weights`."""
     linear, elsewhere = set[str](), set[str]()
     for graph in graphs:
-        names = set(linear_weights(graph))
-        linear |= names
-        elsewhere |= graph.graph.initializers.keys() - names
-    chosen = {name: plan.scheme for name in plan.weights.bundle_places if name in linear - elsewhere}
-    if not chosen:
-        raise CheckpointError(f"{plan.checkpoint.name} holds no plain matrix [out, in]: nothing can be quantised.")
-    return chosen
+        found = set(linear_weights(graph, widened=widened))
+        linear |= found
+        elsewhere |= graph.graph.initializers.keys() - found
+    return [name for name in names if name in linear - elsewhere]

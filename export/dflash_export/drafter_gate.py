@@ -6,6 +6,7 @@ The reference computes every draft anew, without any cache, with every mask writ
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_export.dequantize_nodes import put_float_rows
-from dflash_export.dequantized_weights import read_float_rows
+from dflash_export.dequantized_weights import dequantized_places, read_float_rows
 from dflash_export.deviation import Array, Worst, deviation
 from dflash_export.drafter import Drafter, draft_without_cache, proposals_by_definition
 from dflash_export.drafter_build import DrafterPlan
@@ -26,6 +27,8 @@ from dflash_export.graph_files import load_graph
 from dflash_export.graph_runner import GraphRunner
 from dflash_export.parity import EXACT_TOLERANCE, ROUNDED_FACTOR, PrecisionPasses, serialise
 from dflash_export.piecewise_runner import PiecewiseGraph
+from dflash_export.quantized_formats.imported_place import ImportedPlace
+from dflash_export.tensor_files import TensorPlace
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
 from dflash_export.weight_values import BundleWeights, read_weight, weights_as_float32
 from dflash_runtime.bundle import CheckRow, DrafterFacts, GraphFacts, Manifest
@@ -143,6 +146,7 @@ class DrafterGate:
         target, weights = self.manifest.target, self.plan.weights
         names = (target.embedding_weight, target.head_weight)
         embedding, head = (read_float_rows(self.root, self.manifest, n, self.token_rows) for n in names)
+        weights = dataclasses.replace(weights, places=self._float_places(weights.places))
         if self.token_rows is not None:
             weights = dataclasses.replace(weights, vocab_size=len(self.token_rows))
         drafter = load_drafter(self.plan.config, weights, embedding, head, *dtypes)
@@ -151,6 +155,13 @@ class DrafterGate:
             set_parameter(drafter, name, torch.nn.Parameter(rows, requires_grad=False))
         self._put_dequantized(drafter, dtypes[-1])
         return drafter
+
+    def _float_places(self, places: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
+        """The checkpoint's tensors; what it brings quantised is read from the bundle."""
+        found = dequantized_places(self.root, self.manifest)
+        return {
+            name: found[PREFIX + name] if isinstance(place, ImportedPlace) else place for name, place in places.items()
+        }
 
     def exact_drafter(self) -> Drafter:
         """The module in fp32, with the weights as the bundle rounds them."""

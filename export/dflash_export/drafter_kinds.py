@@ -42,15 +42,11 @@ def refuse_other_kinds(config: Mapping[str, Any], nested: Mapping[str, Any], whe
 
     Raises:
         UnsupportedModelError: naming the kind.
-        CheckpointError: no drafter at all, or a quantised one.
+        CheckpointError: no drafter at all.
     """
     kind = _kind_by_config(config, nested)
     if kind is not None:
         raise UnsupportedModelError(f"{where} describes {kind}. {SERVED}")
-    quantisation = config.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
-        raise CheckpointError(f"{where} describes a quantised drafter ({method}); give the unquantised checkpoint.")
     architectures = config.get("architectures") or []
     if architectures and not {PLAIN_ARCHITECTURE, DFLASH2_ARCHITECTURE, _AUTOMODEL} & set(architectures):
         raise UnsupportedModelError(
@@ -103,11 +99,15 @@ def refuse_foreign_tensors(names: Iterable[str], where: str) -> None:
 
     Raises:
         UnsupportedModelError: naming the kind and the tensor.
-        CheckpointError: the weights are quantised.
+        CheckpointError: parts of quantised weights that the config does not explain.
     """
     for name in sorted(names):
         for marks, kind in _BY_TENSOR:
             if any(name.startswith(mark) or f".{mark.lstrip('.')}" in f".{name}" for mark in marks):
                 raise UnsupportedModelError(f"{where} holds {name}, which belongs to {kind}. {SERVED}")
         if name.endswith(_QUANTISED):
-            raise CheckpointError(f"{where} holds {name}: it is quantised; give the unquantised checkpoint.")
+            raise CheckpointError(
+                f"{where} holds {name}, which belongs to a quantised weight, and its config.json has no "
+                "quantization_config that says how. Give the config the weights were written with, or the unquantised "
+                "checkpoint."
+            )

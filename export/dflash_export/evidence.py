@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dflash_export.checkpoint import find_checkpoint, read_target_config
 from dflash_export.dequantized_weights import put_all_weights, put_dequantized
+from dflash_export.drafter_weights import PREFIX
 from dflash_export.quality import perplexity, text_windows
 from dflash_export.quantized_places import ROUND_TO_NEAREST
 from dflash_export.reference_run import Array, Step, StepOutputs, TargetReference
@@ -96,7 +97,9 @@ def gather_target_evidence(
     windows = [tensor.window_tokens for tensor in manifest.target.graph.state]
     steps = plan_steps(manifest.target.vocab_size, windows, manifest.max_context_tokens)
     dtype = TORCH_DTYPES[PRECISIONS[manifest.precision]]
-    imported = root is not None and any(facts.origin != ROUND_TO_NEAREST for facts in manifest.quantized.values())
+    imported = root is not None and any(
+        facts.origin != ROUND_TO_NEAREST for name, facts in manifest.quantized.items() if not name.startswith(PREFIX)
+    )
     quality, original = None, None
     if root is not None and not imported:
         original = _Original.measure(folder, manifest, prompts, root)

@@ -25,6 +25,7 @@ from dflash_export.evidence import (
 from dflash_export.layer_gate import LayerGate
 from dflash_export.parity import PrecisionPasses, check_target
 from dflash_export.quality import acceptance_row, perplexity_row
+from dflash_export.quantized_formats.imported_place import ImportedPlace
 from dflash_export.text_run import acceptance_length
 from dflash_export.weight_store import Progress
 from dflash_export.window_gate import check_windows
@@ -99,7 +100,8 @@ def check_portable(
         taps = torch.from_numpy(evidence.text_taps)[None] if evidence is not None else None
         gate = DrafterGate(root, manifest, plan.drafter, passes, whole_tables=evidence is not None)
         rows += gate.check(taps)
-        if evidence is not None and evidence.quantized is not None:
+        floats = not any(isinstance(place, ImportedPlace) for place in plan.drafter.weights.places.values())
+        if evidence is not None and evidence.quantized is not None and floats:  # else nobody has the original
             rows.append(_acceptance_row(plan.drafter, gate.exact_drafter(), evidence.quantized))
         rows += check_rounding(root, manifest, plan.drafter.weights.bundle_places, "drafter")
         progress("check drafter", 1, 1)

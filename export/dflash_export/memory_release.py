@@ -6,7 +6,6 @@ Only glibc needs it: it keeps freed blocks of up to 32 MiB for later, and a buil
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import gc
 import sys
 from typing import Any
@@ -28,6 +27,7 @@ def release_memory() -> None:
 
 def _call(name: str, *arguments: int) -> None:
     if sys.platform == "linux":
-        function: Any = getattr(ctypes.CDLL(ctypes.util.find_library("c")), name, None)
+        # Of this process: searching for the library would start another one, which for a moment counts twice.
+        function: Any = getattr(ctypes.CDLL(None), name, None)
         if function is not None:  # another C library
             function(*arguments)

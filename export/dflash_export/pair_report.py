@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_export.catalog import CATALOG
-from dflash_export.checkpoint import Checkpoint, find_checkpoint, read_target_config, with_weights
+from dflash_export.checkpoint import (
+    Checkpoint,
+    find_checkpoint,
+    is_quantized,
+    read_target_config,
+    with_imported_weights,
+    with_weights,
+)
 from dflash_export.drafter_config import DrafterConfig, read_drafter_config
 from dflash_export.drafter_weights import match_drafter_weights
 from dflash_export.hub_access import tensor_headers
@@ -43,7 +50,7 @@ def examine_pair(
     template_args: Mapping[str, Any] | None = None,
     local_files_only: bool = False,
 ) -> PairReport:
-    """Looks at target and drafter; no weights are fetched, but for a drafter with a vocabulary of its own.
+    """Looks at target and drafter; no weights are fetched but a drafter's with its own vocabulary, or quantised.
 
     Args:
         target: Catalog name, Hugging Face id with `@revision`, or folder.
@@ -63,7 +70,7 @@ def examine_pair(
         raise CheckpointError(f"no drafter is given and the catalog knows none for {target}{why}. Name one.")
     found_target = find_checkpoint(target, role="target", local_files_only=local_files_only, with_weights=False)
     found_drafter = find_checkpoint(reference, role="drafter", local_files_only=local_files_only, with_weights=False)
-    config = read_target_config(found_target)
+    config = read_target_config(found_target, quantized=True)
     findings, facts = [], {**_source(found_target), "model_type": str(config.model_type)}
     try:
         refuse_by_config(config)
@@ -72,6 +79,8 @@ def examine_pair(
         findings.append(Finding(ERROR, "target", text, "It cannot run.", "Choose another target."))
         return PairReport(facts, _source(found_drafter), findings)
     stops = read_text_facts(found_target.folder, {})[0].stop_token_ids
+    if found_target.places:  # at hand
+        found_target = with_imported_weights(found_target)
     side = TargetSide.of_checkpoint(found_target, config, stops)
     facts |= {"num_layers": side.num_layers, "hidden_size": side.hidden_size, "vocab_size": side.vocab_size}
     try:
@@ -89,12 +98,16 @@ def examine_pair(
 
 
 def _with_tensors(checkpoint: Checkpoint, config: DrafterConfig, local_files_only: bool) -> Checkpoint:
-    """The drafter with its tensors; of one on the hub their headers do, unless the values of a mapping are needed."""
+    """The drafter with its tensors; of one on the hub their headers do, unless values are needed.
+
+    Those of a vocabulary's mapping and of quantised weights are.
+    """
     source, headers = checkpoint.source, None
-    if source.kind == "hub" and not local_files_only and config.draft_vocab_size is None:
+    plain = config.draft_vocab_size is None and not is_quantized(checkpoint)
+    if source.kind == "hub" and not local_files_only and plain:
         headers = tensor_headers(source.id, source.revision)
     if headers is None:
-        return with_weights(checkpoint, local_files_only=local_files_only)
+        return with_imported_weights(with_weights(checkpoint, local_files_only=local_files_only))
     return dataclasses.replace(checkpoint, places=headers)
 
 

@@ -21,11 +21,15 @@ class Scheme:
     """8: one scale a row; 4: one scale for every `group_size` inputs."""
     group_size: int | None
     symmetric: bool = True
+    floating: bool = False
+    """Floats of 8 bits (e4m3) instead of integers."""
 
     @property
     def words(self) -> str:
         """The scheme as a person says it."""
         grouped = "per channel" if self.group_size is None else f"group {self.group_size}"
+        if self.floating:
+            return f"fp{self.bits} {grouped}"
         return f"int{self.bits} {grouped} {'symmetric' if self.symmetric else 'asymmetric'}"
 
 
@@ -50,21 +54,21 @@ def make_scheme(kind: str | None, group_size: int = 32, *, symmetric: bool = Tru
     """A scheme by its name on the command line.
 
     Args:
-        kind: `int4`, `int8`, or `keep` (also None).
+        kind: `int4`, `int8`, `fp8`, or `keep` (also None).
         group_size: For int4.
         symmetric: For int4.
 
     Raises:
-        CheckpointError: another kind or group size, or an asymmetric int8.
+        CheckpointError: another kind or group size, or zero points with 8 bits.
     """
     if kind in (None, "keep"):
         return None
-    if kind == "int8":
+    if kind in ("int8", "fp8"):
         if not symmetric:
-            raise CheckpointError("int8 weights are symmetric: one scale a channel needs no zero point. Use int4.")
-        return Scheme(8, None)
+            raise CheckpointError(f"{kind} weights are symmetric: one scale a channel needs no zero point. Use int4.")
+        return Scheme(8, None, floating=kind == "fp8")
     if kind != "int4":
-        raise CheckpointError(f"{kind!r} is no kind of weights; known are int4, int8 and keep.")
+        raise CheckpointError(f"{kind!r} is no kind of weights; known are int4, int8, fp8 and keep.")
     if group_size not in GROUP_SIZES:
         raise CheckpointError(f"a group of {group_size} inputs has no kernels; give one of {GROUP_SIZES}.")
     return Scheme(4, group_size, symmetric)
@@ -73,7 +77,7 @@ def make_scheme(kind: str | None, group_size: int = 32, *, symmetric: bool = Tru
 def quantize_options(
     layers: str, head: str, drafter: str, group_size: int = 32, *, symmetric: bool = True
 ) -> QuantizeOptions:
-    """What a command line asks for: `keep`, `int8` or `int4` for layers, head and drafter.
+    """What a command line asks for: `keep`, `int8`, `int4` or `fp8` for layers, head and drafter.
 
     Raises:
         CheckpointError: a scheme that does not exist, or zero points where nothing is int4.
@@ -81,7 +85,7 @@ def quantize_options(
     kinds = (layers, head, drafter)
     if not symmetric and "int4" not in kinds:
         raise CheckpointError("--asymmetric is for int4, and nothing shall be int4. Give --quantize int4, or leave it.")
-    return QuantizeOptions(*(make_scheme(kind, group_size, symmetric=symmetric or kind == "int8") for kind in kinds))
+    return QuantizeOptions(*(make_scheme(kind, group_size, symmetric=symmetric or kind != "int4") for kind in kinds))
 
 
 def choose_schemes(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dflash_export.piece_threads import map_pieces
 from dflash_export.quantization import Scheme, require_whole_groups
-from dflash_export.tensor_files import FLOAT_DTYPES, TensorPlace, stored_bytes
+from dflash_export.tensor_files import FLOAT8, FLOAT_DTYPES, TensorPlace, stored_bytes
 from dflash_runtime.bundle import QuantizedWeight
 from dflash_runtime.errors import CheckpointError
 
@@ -23,6 +23,8 @@ ROUND_TO_NEAREST = "round-to-nearest"
 _PIECE_BYTES = 3 << 17
 """Of a matrix at a time. What rounding makes of it stays in the CPU's cache, and in fp32
 stays below the size from which a build returns every block to the system, which would be most of the work."""
+FLOAT8_SCALES = "F32"
+"""In any bundle: there is one a row, and the formats that others write have them so."""
 KEPT_SCALE_BYTES = 192 << 20
 """Scales are written long after the values they were found with; so many bytes of them wait in memory, and the rest is
 found again."""
@@ -33,7 +35,7 @@ class QuantizedRows:
     """Some rows of a quantised weight."""
 
     values: Tensor
-    """uint8 [rows, in], one value in a byte."""
+    """uint8 [rows, in], one value in a byte; floats of eight bits as their bits."""
     scales: Tensor
     """[rows, groups] in the dtype they are stored in."""
     zero_points: Tensor | None
@@ -72,7 +74,8 @@ class QuantizedPart(TensorPlace):
 
 
 def quantized_parts(
-    name: str, like: TensorPlace, facts: QuantizedWeight, scale_dtype: str, source: RowSource
+    name: str, like: TensorPlace, facts: QuantizedWeight, scale_dtype: str, source: RowSource, *,
+    floating: bool = False,
 ) -> dict[str, TensorPlace]:
     """Places of a quantised weight, by their names in the bundle.
 
@@ -82,8 +85,9 @@ def quantized_parts(
         facts: How it is held.
         scale_dtype: F32, F16 or BF16.
         source: Its rows.
+        floating: Values are floats of eight bits.
     """
-    integers = "U4" if facts.bits == 4 else "U8"
+    integers = FLOAT8 if floating else "U4" if facts.bits == 4 else "U8"
     rows, columns = like.shape
     grouped = (rows,) if facts.group_size is None else (rows, columns // facts.group_size)
     parts: list[tuple[str | None, Role, str, tuple[int, ...]]] = [
@@ -126,8 +130,9 @@ def quantize_places(
             raise CheckpointError(f"{name} is {place.dtype} {list(place.shape)}; only float matrices are quantised.")
         require_whole_groups(name, place.shape, scheme)
         facts[name] = quantized_facts(name, scheme.bits, scheme.group_size, scheme.symmetric, ROUND_TO_NEAREST)
-        source = _rounding_source(place, scheme, scale_dtype, kept)
-        found |= quantized_parts(name, place, facts[name], scale_dtype, source)
+        wide = FLOAT8_SCALES if scheme.floating else scale_dtype
+        source = _rounding_source(place, scheme, wide, kept)
+        found |= quantized_parts(name, place, facts[name], wide, source, floating=scheme.floating)
     return found, facts
 
 
@@ -145,31 +150,32 @@ class _KeptScales:
     def __init__(self) -> None:
         self._left_bytes = KEPT_SCALE_BYTES
 
-    def take(self, rows: list[QuantizedRows]) -> bool:
-        """Whether there is room for what the rows hold beside values."""
-        size = _size_bytes(rows)
-        fits = size <= self._left_bytes
-        self._left_bytes -= size if fits else 0
-        return fits
+    def room_for(self, shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> QuantizedRows | None:
+        """One block for all of a weight [out, in], None where there is no room left.
+
+        Small ones, kept as they are found among large ones that go, would keep the memory of these.
+        """
+        grouped = (shape[0], shape[1] // (scheme.group_size or shape[1]))
+        points = None if scheme.symmetric else torch.empty(grouped, dtype=torch.uint8)
+        rows = QuantizedRows(_NO_VALUES, torch.empty(grouped, dtype=dtype), points)
+        if _size_bytes(rows) > self._left_bytes:
+            return None
+        self._left_bytes -= _size_bytes(rows)
+        return rows
 
     def give_back(self, rows: list[QuantizedRows]) -> None:
         """They were written."""
-        self._left_bytes += _size_bytes(rows)
+        self._left_bytes += sum(map(_size_bytes, rows))
         rows.clear()
 
 
-def _joined(rows: list[QuantizedRows]) -> QuantizedRows:
-    """One block for all: small ones that stay among large ones that go would keep the memory of these."""
-    points = [r.zero_points for r in rows if r.zero_points is not None]
-    return QuantizedRows(_NO_VALUES, torch.cat([r.scales for r in rows]), torch.cat(points) if points else None)
-
-
-def _size_bytes(rows: list[QuantizedRows]) -> int:
-    return sum(t.nbytes for r in rows for t in (r.scales, r.zero_points) if t is not None)
+def _size_bytes(rows: QuantizedRows) -> int:
+    return sum(tensor.nbytes for tensor in (rows.scales, rows.zero_points) if tensor is not None)
 
 
 def _rounding_source(place: TensorPlace, scheme: Scheme, scale_dtype: str, kept: _KeptScales) -> RowSource:
     found: list[QuantizedRows] = []
+    dtype = FLOAT_DTYPES[scale_dtype]
 
     def rows(role: Role) -> Iterator[QuantizedRows]:
         if role != "values" and found:
@@ -177,13 +183,17 @@ def _rounding_source(place: TensorPlace, scheme: Scheme, scale_dtype: str, kept:
             if role == "zero_points" or scheme.symmetric:
                 kept.give_back(found)
             return
-        seen: list[QuantizedRows] = []
-        rounding = partial(round_rows, scheme=scheme, scale_dtype=FLOAT_DTYPES[scale_dtype])
-        for rounded in map_pieces(rounding, float_rows(place)):
+        waiting = kept.room_for(place.shape, scheme, dtype) if role == "values" and not found else None
+        first = 0
+        for rounded in map_pieces(partial(round_rows, scheme=scheme, scale_dtype=dtype), float_rows(place)):
+            if waiting is not None:
+                waiting.scales[first : first + len(rounded.scales)] = rounded.scales
+                if waiting.zero_points is not None and rounded.zero_points is not None:
+                    waiting.zero_points[first : first + len(rounded.scales)] = rounded.zero_points
+            first += len(rounded.scales)
             yield rounded
-            seen.append(dataclasses.replace(rounded, values=_NO_VALUES))
-        if role == "values" and not found and kept.take(seen):
-            found.append(_joined(seen))
+        if waiting is not None:
+            found.append(waiting)
 
     return rows
 
@@ -194,6 +204,12 @@ def round_rows(rows: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Quanti
     Scales are rounded to their dtype first and values against that, so the dtype of the scales costs almost nothing.
     """
     grouped = rows.float().reshape(rows.shape[0], -1, scheme.group_size or rows.shape[1])
+    if scheme.floating:
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        scales = (grouped.abs().amax(-1) / largest).to(scale_dtype)
+        # Beyond the largest there is only NaN, and a quotient may be rounded up to it.
+        floats = _steps(grouped, scales.float()).clamp(-largest, largest).to(torch.float8_e4m3fn)
+        return QuantizedRows(floats.view(torch.uint8).reshape(rows.shape), scales, None)
     middle = 1 << (scheme.bits - 1)
     if scheme.symmetric:
         scales = _symmetric_scales(grouped, middle, scale_dtype)

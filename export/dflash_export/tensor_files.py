@@ -30,6 +30,7 @@ ITEM_BYTES = {
     "F8_E4M3": 1,
     "F8_E5M2": 1,
 }
+FLOAT8 = "F8_E4M3"
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100 << 20
 

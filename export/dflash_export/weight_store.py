@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 
 from dflash_export.quantized_places import QuantizedPart
-from dflash_export.tensor_files import FLOAT_DTYPES, TensorPlace, stored_bytes
+from dflash_export.tensor_files import FLOAT8, FLOAT_DTYPES, TensorPlace, stored_bytes
 from dflash_runtime.bundle import FileFacts, QuantizedWeight, WeightEntry, write_text_atomically
 from dflash_runtime.errors import CheckpointError, OutputError
 
@@ -26,6 +26,7 @@ _IR_DTYPES = {
     "BF16": ir.DataType.BFLOAT16,
     "U4": ir.DataType.UINT4,
     "U8": ir.DataType.UINT8,
+    FLOAT8: ir.DataType.FLOAT8E4M3FN,
 }
 _CHUNK_BYTES = 1 << 22
 _NOTE_BYTES = 256 << 20

@@ -167,6 +167,7 @@ class QuantizedWeight:
 
     The values lie in the weight index under the weight's own name. Signed values are stored with half their range
     added, so that the zero point of a symmetric weight is 8 or 128; that is how ONNX Runtime's kernels read them.
+    Where the index says F8_E4M3 they are floats of eight bits, and weight = value * scale.
     """
 
     bits: int

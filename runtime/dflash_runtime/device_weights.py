@@ -11,9 +11,11 @@ from dflash_runtime.bundle import Bundle
 from dflash_runtime.device import Array, Buffer, Device, aligned
 from dflash_runtime.device_engine import BoundWeight
 from dflash_runtime.errors import EngineError
-from dflash_runtime.weights import SIGNED_TRANSPOSED, STORED, widened
+from dflash_runtime.weights import FLOAT8_TRANSPOSED, SIGNED_TRANSPOSED, STORED, widened
 
 _STAGING_BYTES = 16 << 20
+# What a turned weight is stored as, and the bits that are flipped on the way.
+_TURNED = {SIGNED_TRANSPOSED: ("U8", 0x80), FLOAT8_TRANSPOSED: ("F8_E4M3", 0)}
 
 WeightPlaces = dict[tuple[str, str], Buffer]
 """(weight, dtype) -> where it lies."""
@@ -33,7 +35,7 @@ def upload_weights(device: Device, bundle: Bundle, wanted: Iterable[BoundWeight]
     entries, sizes, places = bundle.manifest.weights, dict[tuple[str, str], int](), WeightPlaces()
     for bound in wanted:
         entry = entries.get(bound.weight)
-        turned = bound.dtype == SIGNED_TRANSPOSED and entry is not None and entry.dtype == "U8"
+        turned = bound.dtype in _TURNED and entry is not None and entry.dtype == _TURNED[bound.dtype][0]
         if entry is None or not (turned or (entry.dtype in STORED and bound.dtype in STORED)):
             has = "the bundle has no such weight" if entry is None else f"the bundle has it as {entry.dtype}"
             raise EngineError(f"The engines want weight {bound.weight!r} as {bound.dtype}; {has}. Build them again.")
@@ -43,7 +45,7 @@ def upload_weights(device: Device, bundle: Bundle, wanted: Iterable[BoundWeight]
         address = device.allocate(sum(map(aligned, sizes.values()))).address
         staging = device.host_memory(_STAGING_BYTES)
     for (name, dtype), size in sizes.items():
-        pieces = _turned if dtype == SIGNED_TRANSPOSED else _converted
+        pieces = _turned if dtype in _TURNED else _converted
         places[name, dtype] = Buffer(address, size)
         for piece in pieces(bundle, name, dtype, staging):
             device.upload(address, piece)
@@ -70,14 +72,14 @@ def _converted(bundle: Bundle, name: str, dtype: str, staging: Array) -> Iterato
 
 
 def _turned(bundle: Bundle, name: str, dtype: str, staging: Array) -> Iterator[Array]:
-    """Signed bytes of a U8 weight [out, in] as [in, out], some of its columns at a time."""
+    """Bytes of a weight [out, in] as [in, out], some of its columns at a time."""
     entry = bundle.manifest.weights[name]
     rows, columns = entry.shape
     stored = np.memmap(bundle.file(entry.file), np.uint8, "r", entry.offset_bytes, (rows, columns))
     at_once = max(1, staging.nbytes // rows)
     for first in range(0, columns, at_once):
         part = stored[:, first : first + at_once].T
-        np.bitwise_xor(part, np.uint8(0x80), out=staging[: part.size].reshape(part.shape))
+        np.bitwise_xor(part, np.uint8(_TURNED[dtype][1]), out=staging[: part.size].reshape(part.shape))
         yield staging[: part.size]
 
 

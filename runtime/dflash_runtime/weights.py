@@ -11,8 +11,8 @@ import numpy.typing as npt
 from dflash_runtime.bundle import Bundle, Manifest
 from dflash_runtime.errors import BundleError
 
-SIGNED_TRANSPOSED = "I8T"
-"""What an engine may want of a U8 weight [out, in]: signed bytes, value - 128, as [in, out]."""
+SIGNED_TRANSPOSED, FLOAT8_TRANSPOSED = "I8T", "F8T"
+"""What an engine may want as [in, out]: of a U8 weight [out, in] signed bytes, value - 128; of e4m3 floats the same."""
 # BF16 has no NumPy type: its bits are the upper half of a float32.
 STORED: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
@@ -55,10 +55,8 @@ def weights_given_by_name(manifest: Manifest, *, upcast: bool) -> set[str]:
         manifest: Of the bundle.
         upcast: Execution is in float32 and half-precision weights must be widened first.
     """
-    names = {manifest.target.embedding_weight, manifest.target.head_weight} - manifest.quantized.keys()
-    if upcast:
-        names |= {name for name, entry in manifest.weights.items() if entry.dtype in ("F16", "BF16")}
-    return names
+    halves = {name for name, entry in manifest.weights.items() if upcast and entry.dtype in ("F16", "BF16")}
+    return halves | {manifest.target.embedding_weight, manifest.target.head_weight} - manifest.quantized.keys()
 
 
 def widened(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:

@@ -60,17 +60,21 @@ def test_an_older_bundle_survives_whenever_it_is_replaced(tmp_path: Path, moment
     assert {path.name for path in tmp_path.iterdir()} == {out.name, other.name}
 
 
-@pytest.mark.parametrize(("moments", "mode", "precision"), [
-    (1, "copy", "fp32"),
-    pytest.param(20, "copy", "fp32", marks=pytest.mark.slow),
-    pytest.param(20, "link", "bf16", marks=pytest.mark.slow),
+KILLED = {
+    "copied": ("--weights-copy", "copy"),
+    "linked": ("--weights-copy", "link"),
+    "int4": ("--quantize", "int4", "--precision", "bf16"),
+}
+
+
+@pytest.mark.parametrize(("moments", "kind"), [
+    (1, "copied"),
+    *(pytest.param(20, kind, marks=pytest.mark.slow) for kind in KILLED),
 ])
-def test_a_killed_build_goes_on_to_the_same_bytes(
-    once: Once, tmp_path: Path, moments: int, mode: str, precision: str
-) -> None:
+def test_a_killed_build_goes_on_to_the_same_bytes(once: Once, tmp_path: Path, moments: int, kind: str) -> None:
     checkpoints = once(f"{MAIN.name}-checkpoints", MAIN.write)
     script = Path(__file__).parent / "killed_builds.py"
-    command = [sys.executable, str(script), str(checkpoints), str(tmp_path), str(moments), mode, precision]
+    command = [sys.executable, str(script), str(checkpoints), str(tmp_path), "--moments", str(moments), *KILLED[kind]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("same=True") == moments

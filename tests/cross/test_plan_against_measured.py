@@ -67,10 +67,10 @@ def test_weights_caches_and_engines_of_a_gpu(
     folder = write_recorded_engines(opened, "fused", opened.manifest.block_sizes, 32)
     per_profile = plan_formulas.ENGINE_BYTES_PER_LAYER_AND_PROFILE
     items = {item["name"]: item for item in json.loads(compare(bundle, "--engines", folder, "--json").stdout)["items"]}
-    assert set(items) == {"weight files", "KV caches", "engine files", "sum"}
-    assert items["KV caches"]["difference"] == 0 and 0 <= items["weight files"]["difference"] < 0.03
+    assert set(items) == {"weights given to engines", "KV caches", "engine files, int4 included", "sum"}
+    assert items["KV caches"]["difference"] == items["weights given to engines"]["difference"] == 0
     # Engines of toys are small for their layers: at their own size all fits, and a cache that is forgotten shows.
-    engines = items["engine files"]
+    engines = items["engine files, int4 included"]
     monkeypatch.setattr(
         plan_formulas, "ENGINE_BYTES_PER_LAYER_AND_PROFILE",
         per_profile * engines["real_bytes"] / engines["planned_bytes"],

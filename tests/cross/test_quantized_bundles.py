@@ -46,10 +46,11 @@ CASES = {
     "int4-fp32": Case("int4", "int4", "int4"),
     "int4-asymmetric-untied": Case("int4", "keep", "keep", symmetric=False, group_size=64, tied=False),
     "int8-bf16": Case("int8", "int8", "int4", precision="bf16"),
+    "fp8-fp16-untied": Case("fp8", "fp8", "fp8", precision="fp16", tied=False),
 }
 
 
-_SLOW = ("int4-asymmetric-untied",)
+_SLOW = ("int4-asymmetric-untied", "fp8-fp16-untied")
 
 
 @pytest.fixture(

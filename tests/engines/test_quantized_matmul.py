@@ -84,7 +84,7 @@ def run(model: ir.Model, folder: Path, **inputs: Any) -> Any:
     return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"]).run(None, inputs)[0]
 
 
-CASES = [(4, 32, True), (4, 32, False), (4, 16, True), (8, None, True), (8, 32, True)]
+CASES = [(4, 32, True), (4, 32, False), (4, 16, True), (8, None, True), (8, 32, True), (8, None, False), (8, 32, False)]
 """96 inputs in groups of 32 make three zero points a row: an odd number, whose rows must be packed anew."""
 
 
@@ -105,7 +105,10 @@ def test_products_say_the_same(tmp_path: Path, bits: int, group: int | None, sym
             assert np.array_equal(alone, found)  # a row says the same with and without others beside it
 
 
-@pytest.mark.parametrize(("bits", "group", "symmetric"), [(4, 32, True), (4, 16, False), (8, None, True)])
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric"),
+    [(4, 32, True), (4, 16, False), (8, None, True), (8, None, False), (8, 32, True), (8, 32, False)],
+)
 def test_rows_say_the_same(tmp_path: Path, bits: int, group: int | None, symmetric: bool) -> None:
     model = graph(tmp_path, bits, group, symmetric, rows=True)
     ids = np.array([[0, V - 1, 7]])

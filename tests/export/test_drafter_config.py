@@ -213,7 +213,6 @@ def test_what_is_no_drafter() -> None:
     assert "names the architecture Qwen3ForCausalLM" in refusal(
         UnsupportedModelError, architectures=["Qwen3ForCausalLM"]
     )
-    assert "quantised drafter (awq)" in refusal(CheckpointError, quantization_config={"quant_method": "awq"})
     assert "hidden_act is 'gelu'" in refusal(UnsupportedModelError, hidden_act="gelu")
     with pytest.raises(CheckpointError, match="no DFlash drafter"):
         parse_drafter_config({"hidden_size": 64}, WHERE)

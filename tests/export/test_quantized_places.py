@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dflash_runtime.bundle import Manifest
 from dflash_runtime.errors import CheckpointError
 
 SCHEMES = [("int8", 32, True), ("int4", 32, True), ("int4", 64, False)]
+FLOAT8 = ("fp8", 32, True)
 
 
 def quiet(stage: str, done: int, total: int) -> None: ...
@@ -64,6 +66,30 @@ def test_weights_come_back_within_a_step(tmp_path: Path, kind: str, group: int, 
         assert file.get_tensor("kept").shape == (5, 128)
 
 
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_fp8_is_the_nearest_there_is(tmp_path: Path, dtype: str) -> None:
+    places = weights(tmp_path, torch.bfloat16, a=(6, 128), kept=(5, 128))
+    parts, facts = quantize_places(places, {"a": make_scheme(*FLOAT8[:2])}, dtype)  # type: ignore[dict-item]
+    stored = store_weights(tmp_path, "w.safetensors", parts, dtype, quiet)
+    manifest = manifest_of(stored, facts)
+    assert (stored.entries["a"].dtype, stored.entries["a.scales"].dtype) == ("F8_E4M3", "F32")
+    original = torch.frombuffer(bytearray(b"".join(places["a"].chunks())), dtype=torch.bfloat16).view(6, 128).float()
+    found = read_float_weight(tmp_path, manifest, "a")
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    steps = every[every.isfinite()] * (original.abs().amax(1) / 448)[:, None]  # [rows, all values]
+    nearest = (original[..., None] - steps[:, None]).abs().amin(-1)
+    torch.testing.assert_close((found - original).abs(), nearest, rtol=1e-3, atol=1e-7)
+    (row,) = check_rounding(tmp_path, manifest, places, "target")
+    assert row.passed and row.tensor == "target fp8" and 0.4 < row.worst <= 0.501
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:  # the format's own reader
+        assert file.get_tensor("a").dtype == torch.float8_e4m3fn
+    data = bytearray((tmp_path / "w.safetensors").read_bytes())
+    data[stored.entries["a"].offset_bytes + 5] ^= 1  # one step beside
+    (tmp_path / "w.safetensors").write_bytes(data)
+    (row,) = check_rounding(tmp_path, manifest, places, "target")
+    assert not row.passed
+
+
 def test_a_shifted_row_is_found(tmp_path: Path) -> None:
     places = weights(tmp_path, torch.float32, a=(8, 64))
     parts, facts = quantize_places(places, {"a": make_scheme("int4")}, "F32")  # type: ignore[dict-item]
@@ -78,14 +104,15 @@ def test_a_shifted_row_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [torch.zeros(2, 64), torch.full((2, 64), 1e-9), torch.full((2, 64), -3.0)])
-@pytest.mark.parametrize(("kind", "group", "symmetric"), SCHEMES)
+@pytest.mark.parametrize(("kind", "group", "symmetric"), [*SCHEMES, FLOAT8])
 def test_rows_without_spread_stay_finite(values: torch.Tensor, kind: str, group: int, symmetric: bool) -> None:
     scheme = make_scheme(kind, group, symmetric=symmetric)
     assert scheme is not None
     rows = round_rows(values, scheme, torch.float16)
-    middle = 1 << (scheme.bits - 1)
+    middle = 0 if scheme.floating else 1 << (scheme.bits - 1)
     points = torch.tensor(float(middle)) if rows.zero_points is None else rows.zero_points.float()[..., None]
-    grouped = (rows.values.float().reshape(2, rows.scales.shape[1], -1) - points) * rows.scales.float()[..., None]
+    stored = rows.values.view(torch.float8_e4m3fn) if scheme.floating else rows.values
+    grouped = (stored.float().reshape(2, rows.scales.shape[1], -1) - points) * rows.scales.float()[..., None]
     torch.testing.assert_close(grouped.reshape(2, 64), values, rtol=0.01, atol=1e-6)
 
 
@@ -100,6 +127,23 @@ def test_memory_does_not_grow_with_the_weight(tmp_path: Path) -> None:
         tracemalloc.stop()
     # Scales wait as one block (a 64th of the weight) and threads hold pieces by chance; rounded values are a quarter.
     assert peaks[1] - peaks[0] < (sizes[1] - sizes[0]) * 1024 * 2 / 10
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_nothing_of_a_piece_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, symmetric: bool) -> None:
+    """Small blocks that stay among large ones that go keep the memory of these: 640 MB at a head of 152,064 rows."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(rows: torch.Tensor, **options: Any) -> quantized_places.QuantizedRows:
+        made = round_rows(rows, **options)
+        alive.extend(weakref.ref(t) for t in (made.scales, made.zero_points) if t is not None)
+        return made
+
+    monkeypatch.setattr(quantized_places, "round_rows", watched)
+    places = weights(tmp_path, torch.bfloat16, a=(6144, 1024))
+    parts, _ = quantize_places(places, {"a": make_scheme("int4", symmetric=symmetric)}, "BF16")  # type: ignore[dict-item]
+    kept = [sum(ref() is not None for ref in list(alive)) for _ in parts["a"].chunks()]
+    assert len(kept) == 32 and max(kept) <= 2 * 6  # pieces that are rounded ahead, and the one that is written
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

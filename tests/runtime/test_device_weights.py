@@ -110,18 +110,24 @@ def test_a_planted_fault_shows(tiny: Path, tmp_path: Path, monkeypatch: pytest.M
     assert on_device(device, places["w", "F32"], "F32", array.shape).tobytes() != array.tobytes()
 
 
-def test_int8_weights_are_turned_and_signed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns become rows and 128 zero, however small the pieces are."""
+@pytest.mark.parametrize(("kind", "wanted", "flipped"), [("U8", "I8T", 0x80), ("F8_E4M3", "F8T", 0)])
+def test_weights_of_eight_bits_are_turned(
+    kind: str, wanted: str, flipped: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns become rows, however small the pieces are; 128 becomes a signed zero, floats stay as they are."""
     monkeypatch.setattr(device_weights, "_STAGING_BYTES", 100)
     stored = np.random.default_rng(1).integers(0, 256, (33, 7)).astype(np.uint8)
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "w.safetensors").write_bytes(b"head" + stored.tobytes())
-    entry = WeightEntry("weights/w.safetensors", 4, stored.nbytes, "U8", [33, 7])
+    entry = WeightEntry("weights/w.safetensors", 4, stored.nbytes, kind, [33, 7])
     manifest = dataclasses.replace(Bundle.open(tiny, check_files=False).manifest, weights={"w": entry})
     device = RecordingDevice()
-    places = upload_weights(device, Bundle(tmp_path, manifest), [BoundWeight("w", "w", "I8T")])
+    places = upload_weights(device, Bundle(tmp_path, manifest), [BoundWeight("w", "w", wanted)])
     device.finish()
-    found = device.view(*places["w", "I8T"]).view(np.int8).reshape(7, 33)
-    assert np.array_equal(found, (stored.astype(np.int16) - 128).T)
-    with pytest.raises(EngineError, match="the bundle has it as U8"):
-        upload_weights(device, Bundle(tmp_path, manifest), [BoundWeight("w", "w", "BF16")])
+    found = device.view(*places["w", wanted]).view(np.uint8).reshape(7, 33)
+    assert np.array_equal(found, stored.T ^ np.uint8(flipped))
+    if kind == "U8":
+        assert np.array_equal(found.view(np.int8), (stored.astype(np.int16) - 128).T)
+    for other in {"BF16", "I8T", "F8T"} - {wanted}:
+        with pytest.raises(EngineError, match=f"the bundle has it as {kind}"):
+            upload_weights(device, Bundle(tmp_path, manifest), [BoundWeight("w", "w", other)])

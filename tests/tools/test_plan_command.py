@@ -45,8 +45,8 @@ def refused(invoke: Invoke, *arguments: object) -> str:
 def test_says_numbers_verdict_and_what_fits(invoke: Invoke, target: Path) -> None:
     done = invoke("plan", "--target", target, "--device", "orin-nano-8gb")
     assert done.exit_code == 0
-    for words in ("7.62 B parameters", "five-layer default, assumed, 1.23 B", "DOES NOT FIT: needs 20.0 GB", "8.0 GB",
-                  "fits with weights in int4, embedding and head in int8", "--device agx-orin-32gb",
+    for words in ("7.62 B parameters", "five-layer default, assumed, 1.23 B", "DOES NOT FIT: needs 20.1 GB", "8.0 GB",
+                  "--device agx-orin-32gb",
                   "not measured", "acceptance length needed to pay off", "no drafter given"):  # fmt: skip
         assert words in done.stdout
     for line in done.stdout.splitlines():
@@ -54,11 +54,14 @@ def test_says_numbers_verdict_and_what_fits(invoke: Invoke, target: Path) -> Non
             assert line.endswith("exact")
         if line.startswith(("  engines", "  activations", "  builder", "  CUDA", "  kept")):
             assert line.endswith("predicted")
+    card = invoke("plan", "--target", target, "--device", "rtx-4060").stdout
+    assert "fits with weights in int4, head in int8" in card and "of the machine's own memory, predicted" in card
 
 
 def test_fits_says_what_is_left(invoke: Invoke, target: Path) -> None:
     done = invoke("plan", "--target", target, "--device", "ORIN-NX-16GB", "--precision", "int4")
-    assert "FITS: needs 8.7 GB, Jetson Orin NX 16GB has 16.4 GB; 7.7 GB to spare" in done.stdout
+    assert "FITS: needs 13.2 GB, Jetson Orin NX 16GB has 16.4 GB; 3.2 GB to spare" in done.stdout
+    assert "engines hold int4 weights, and are built by TensorRT 10.15" in done.stdout
     assert "fits with" not in done.stdout
 
 
@@ -99,12 +102,14 @@ def test_a_bundle_is_planned_from_its_manifest(invoke: Invoke, bundle: Path, pla
     data = read_json(invoke, "--target", bundle, "--device", "rtx-4090", "--max-context", 96)
     assert manifest.drafter is not None
     assert data["drafter"]["assumed"] is False
+    (fuse,) = [e for n, e in manifest.weights.items() if n.startswith("drafter.fc")]  # engines take it in fp32
     for role in ("target", "drafter"):
         own = [e for n, e in manifest.weights.items() if n.startswith("drafter.") == (role == "drafter")]
         elements = sum(e.length_bytes // 4 for e in own)
+        fused = fuse.length_bytes // 4 if fuse in own else 0
         (item,) = [item for item in data["memory"]["run"] if item["name"] == f"{role} weights"]
         assert data[role]["num_parameters"] == elements
-        assert item["size_bytes"] == 2 * elements
+        assert item["size_bytes"] == 2 * elements + 2 * fused
     assert read_json(invoke, "--target", plain_bundle, "--device", "rtx-4090")["drafter"]["assumed"] is True
 
 

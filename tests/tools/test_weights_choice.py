@@ -34,7 +34,7 @@ class Builds:
         record: Any = types.SimpleNamespace(
             weights_mode=mode, compute_capability=options.compute_capability, execution_precision=self.precision
         )
-        return BuiltEngines(record, folder, [], 1.0, 0, 0, ["told before"])
+        return BuiltEngines(record, folder, [], 1.0, 0, 0, 0, ["told before"])
 
 
 def kept(builds: Builds, ms: dict[str, float], here: str | None = "8.9") -> BuiltEngines:

@@ -29,21 +29,21 @@ from dflash_tools.progress import ProgressLine
 )
 @click.option(
     "--quantize",
-    type=click.Choice(["keep", "int8", "int4"]),
+    type=click.Choice(["keep", "int8", "int4", "fp8"]),
     default="keep",
     show_default=True,
-    help="Round the matrices of the target's layers: int8 with a scale a channel, int4 with one a group of inputs.",
+    help="Round the matrices of the target's layers: int8, fp8 with a scale a channel; int4 with one a group.",
 )
 @click.option(
     "--quantize-head",
-    type=click.Choice(["keep", "int8", "int4"]),
+    type=click.Choice(["keep", "int8", "int4", "fp8"]),
     default="keep",
     show_default=True,
     help="The same for the output head, and for the embedding where it is the same table.",
 )
 @click.option(
     "--quantize-drafter",
-    type=click.Choice(["keep", "int8", "int4"]),
+    type=click.Choice(["keep", "int8", "int4", "fp8"]),
     default="keep",
     show_default=True,
     help="The same for the drafter's own matrices.",

@@ -80,7 +80,9 @@ def quantized_bytes(manifest: Manifest) -> dict[str, tuple[int, int]]:
     for name, facts in manifest.quantized.items():
         grouped = "per channel" if facts.group_size is None else f"group {facts.group_size}"
         signs = "symmetric" if facts.zero_points is None else "asymmetric"
-        words = f"int{facts.bits} {grouped} {signs} ({facts.origin})"
+        floating = manifest.weights[name].dtype == "F8_E4M3"
+        scheme = f"fp{facts.bits} {grouped}" if floating else f"int{facts.bits} {grouped} {signs}"
+        words = f"{scheme} ({facts.origin})"
         parts = [name, facts.scales] + ([] if facts.zero_points is None else [facts.zero_points])
         count, size = found.get(words, (0, 0))
         found[words] = count + 1, size + sum(manifest.weights[part].length_bytes for part in parts)

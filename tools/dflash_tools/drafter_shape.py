@@ -46,6 +46,8 @@ def read_drafter_shape(config: Mapping[str, Any], target: ModelShape, name: str)
     if not isinstance(nested, Mapping):
         raise CheckpointError(f"{name}: dflash_config is {type(nested).__name__} where an object is expected.")
     refuse_other_kinds(config, nested, name)
+    if config.get("quantization_config"):
+        raise CheckpointError(f"{name} is quantised, and the memory of such a drafter is not predicted. Give another.")
     drafter = _build(config, nested, target, name, assumed=False)
     if drafter.body.hidden_size != target.hidden_size:
         raise PairError(

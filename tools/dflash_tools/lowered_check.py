@@ -21,6 +21,7 @@ from dflash_export.quality import perplexity, perplexity_row, text_windows
 from dflash_runtime.bundle import Bundle, CheckRow, GraphFacts, GraphKind
 from dflash_runtime.engine_record import HostEngineRecord, engine_folder, open_engine
 from dflash_runtime.weights import STORED, MappedWeights
+from dflash_tools.network_weights import signed_weights
 
 TOLERANCE = 1e-4
 """fp32 against fp32; other kernels sum in another order: measured 1.2e-5 on SmolLM2-135M."""
@@ -207,16 +208,23 @@ def _kind_of(bundle: Bundle, facts: GraphFacts) -> GraphKind:
 
 
 def _fused(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
-    model = lower_fused(load_portable(bundle, facts.file))
-    FlatMatMulPass()(model)
-    return _open(bundle, to_fp32(model), facts, calls)
+    portable = load_portable(bundle, facts.file)
+    with signed_weights(bundle, portable) as weights:
+        model = lower_fused(portable)
+        FlatMatMulPass()(model)
+        return _open(bundle, to_fp32(model), facts, calls, weights)
 
 
-def _open(bundle: Bundle, model: ir.Model, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
-    return open_graph(bundle, model, facts, _capacity(calls))
+def _open(
+    bundle: Bundle, model: ir.Model, facts: GraphFacts, calls: list[_Call], given: dict[str, Array] | None = None
+) -> GraphRunner:
+    return open_graph(bundle, model, facts, _capacity(calls), given)
 
 
-def open_graph(bundle: Bundle, model: ir.Model, facts: GraphFacts, capacity_rows: int) -> GraphRunner:
-    """A graph of fp32 interface with caches of so many rows."""
+def open_graph(
+    bundle: Bundle, model: ir.Model, facts: GraphFacts, capacity_rows: int, given: dict[str, Array] | None = None
+) -> GraphRunner:
+    """A graph of fp32 interface with caches of so many rows; `given` are weights in another form than the bundle's."""
     data: bytes = ir.to_proto(model).SerializeToString()
-    return GraphRunner(data, bundle.path.resolve(), facts, capacity_rows, _weights(bundle, model))
+    weights = {**(_weights(bundle, model) or {}), **(given or {})}
+    return GraphRunner(data, bundle.path.resolve(), facts, capacity_rows, weights)

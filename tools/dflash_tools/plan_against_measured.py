@@ -2,8 +2,8 @@
 
 The plan is made from the config files the bundle was built from, never from the bundle's own list of weights, so that
 the two can differ. With an `ort-cpu` session weights and caches must agree within 3 %; engines and resident memory are
-told, not judged. With `--engines`, the engines of a GPU, nothing is opened, and the sum of weights, caches and engines
-must agree too.
+told, not judged. With `--engines`, the engines of a GPU, nothing is opened, and the sum of weights on the device,
+caches and engines must agree.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from dflash_runtime.bundle import Bundle, Manifest, SourceFacts, sha256_of
-from dflash_runtime.device_engine import DeviceEngineRecord, read_device_engine
+from dflash_runtime.device_engine import BoundWeight, DeviceEngineRecord, read_device_engine
 from dflash_runtime.errors import CheckpointError
+from dflash_runtime.weights import SIGNED_TRANSPOSED
 from dflash_tools import plan_formulas as formulas
 from dflash_tools.decoder_families import read_model_shape
 from dflash_tools.drafter_shape import read_drafter_shape
@@ -31,6 +32,7 @@ from dflash_tools.session_bytes import SessionBytes, measure_session
 from dflash_tools.sizes import bytes_text
 
 TOLERANCE = 0.03
+BOUND_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, SIGNED_TRANSPOSED: 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,28 +142,34 @@ def _saved_by_rings(manifest: Manifest, drafter: DrafterShape, capacity: int) ->
 def compare_engines(
     bundle: Bundle, shape: ModelShape, drafter: DrafterShape | None, record: DeviceEngineRecord
 ) -> Iterator[Comparison]:
-    """The same for engines of a GPU that take their weights as inputs: each item is told, their sum is judged."""
+    """The same for engines of a GPU: what they are given and what they hold is told, the sum is judged."""
     manifest = bundle.manifest
     storage, drafter_storage = stored_as(manifest, "target"), stored_as(manifest, "drafter")
     item_bytes = formulas.ITEM_BYTES[record.execution_precision]
-    files, capacity = _weight_file_bytes(bundle), formulas.capacity_tokens(
-        manifest.max_context_tokens, record.block_sizes, record.prefill_chunk_tokens
-    )  # fmt: skip
-    weights = formulas.model_bytes(shape, storage)
+    capacity = formulas.capacity_tokens(manifest.max_context_tokens, manifest.block_sizes, record.prefill_chunk_tokens)
     kv, states = formulas.kv_bytes(shape, capacity, item_bytes), [*manifest.target.graph.state]
     if drafter is not None and manifest.drafter is not None:
-        weights += formulas.drafter_bytes(drafter, drafter_storage)
         kv += formulas.kv_bytes(drafter.body, capacity, item_bytes)
         states += manifest.drafter.context_graph.state
+    held, held_again = formulas.held_bytes(shape, drafter, storage, drafter_storage)
     real_kv = sum(math.prod(state.cache_shape(record.capacity_rows)) for state in states) * item_bytes
     real_engines = sum(facts.size_bytes for facts in record.files.values())
+    engines = engine_bytes(shape, drafter, record.block_sizes) + held + held_again
+    given = formulas.given_bytes(shape, drafter, storage, drafter_storage)
+    bound = [weight for engine in record.engines for weight in engine.weights]
     rows = [
-        Comparison("weight files", weights, sum(files.values()), False),
+        Comparison("weights given to engines", given, given_bytes(manifest, bound), False),
         Comparison("KV caches", kv, real_kv, False),
-        Comparison("engine files", engine_bytes(shape, drafter, record.block_sizes), real_engines, False),
+        Comparison("engine files, int4 included", engines, real_engines, False),
     ]
     yield from rows
     yield Comparison("sum", sum(r.planned_bytes for r in rows), sum(r.real_bytes for r in rows), True)
+
+
+def given_bytes(manifest: Manifest, bound: Iterable[BoundWeight]) -> int:
+    """Device memory of the weights that engines take as inputs, each once for every dtype."""
+    wanted = {(weight.weight, weight.dtype) for weight in bound}
+    return sum(math.prod(manifest.weights[name].shape) * BOUND_ITEM_BYTES[dtype] for name, dtype in wanted)
 
 
 def engine_bytes(shape: ModelShape, drafter: DrafterShape | None, block_sizes: Sequence[int]) -> int:

@@ -27,7 +27,7 @@ from dflash_tools.this_device import find_this_device
     type=click.Choice(["16bit", "int8", "int4"]),
     default="16bit",
     show_default=True,
-    help="Of embedding and head.",
+    help="Of the head, and of an embedding that is the head too.",
 )
 @click.option(
     "--max-context", type=int, metavar="N", help="Most tokens a request may hold. [default: 4096, or the model's limit]"

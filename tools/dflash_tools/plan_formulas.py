@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dflash_tools.device_table import Device
 from dflash_tools.model_shape import DrafterShape, Matrix, ModelShape
@@ -57,7 +57,7 @@ class Storage:
     matrices: str
     """fp32, fp16, bf16, int8 (a scale per output channel) or int4 (a scale per group of 128 inputs)."""
     tables: str
-    """The same for embedding and head."""
+    """The same for the head, and for an embedding that is the head too; one that is not stays in floats."""
 
     @property
     def item_bytes(self) -> int:
@@ -80,14 +80,17 @@ def table_bytes(elements: int, columns: int, precision: str) -> int:
     return matrix_bytes(Matrix(elements // columns, columns), precision)
 
 
+def embedding_bytes(shape: ModelShape, storage: Storage) -> int:
+    """Bytes of the embedding; rows are picked from it, so it is quantised only where the head reads it too."""
+    floats = storage.tables in ITEM_BYTES or not shape.head_elements
+    return table_bytes(shape.embedding_elements, shape.hidden_size, storage.tables if floats else "fp16")
+
+
 def model_bytes(shape: ModelShape, storage: Storage) -> int:
     """Weights of a model, a tied table once. For a drafter's body: what it brings itself."""
     linear = sum(matrix_bytes(matrix, storage.matrices) for matrix in shape.matrices)
-    tables = sum(
-        table_bytes(elements, shape.hidden_size, storage.tables)
-        for elements in (shape.embedding_elements, shape.head_elements)
-    )
-    return linear + tables + shape.vector_elements * storage.item_bytes
+    head = table_bytes(shape.head_elements, shape.hidden_size, storage.tables)
+    return linear + embedding_bytes(shape, storage) + head + shape.vector_elements * storage.item_bytes
 
 
 def drafter_bytes(drafter: DrafterShape, storage: Storage) -> int:
@@ -95,9 +98,14 @@ def drafter_bytes(drafter: DrafterShape, storage: Storage) -> int:
     return model_bytes(drafter.body, storage) + matrix_bytes(drafter.fuse, storage.matrices)
 
 
+def given_drafter_bytes(drafter: DrafterShape, storage: Storage) -> int:
+    """The same as engines take them: the fusing matrix in fp32, as it is computed with."""
+    return drafter_bytes(drafter, storage) + drafter.fuse.elements * (ITEM_BYTES["fp32"] - storage.item_bytes)
+
+
 def capacity_tokens(max_context: int, block_sizes: Sequence[int], prefill_chunk: int = PREFILL_CHUNK_TOKENS) -> int:
     """Rows T a cache is allocated with: a call may begin at `max_context` and writes all its rows."""
-    return max_context + max(*block_sizes, prefill_chunk)
+    return max_context + max([*block_sizes, prefill_chunk])
 
 
 def kv_bytes(shape: ModelShape, capacity: int, item_bytes: int) -> int:
@@ -150,22 +158,60 @@ def target_engine_bytes(target: ModelShape, block_sizes: Sequence[int]) -> int:
     return target.num_layers * num_profiles(block_sizes)[0] * ENGINE_BYTES_PER_LAYER_AND_PROFILE
 
 
+def held_bytes(
+    target: ModelShape, drafter: DrafterShape | None, storage: Storage, drafter_storage: Storage | None = None
+) -> tuple[int, int]:
+    """int4 weights, which engines hold themselves: all of them once, and what lies in two engines again.
+
+    The head lies in the target's engine and in the drafter's, keys and values of a drafter in its own and its
+    context's. `drafter_storage` is that of the target unless it is given.
+    """
+    head = table_bytes(target.head_elements, target.hidden_size, "int4") if storage.tables == "int4" else 0
+    once, twice = head + _int4_bytes(target.matrices, storage), 0
+    if drafter is not None:
+        own, body = drafter_storage or storage, drafter.body
+        rows = sum(layer.row_elements for layer in body.kv_layers)
+        once += _int4_bytes(body.matrices, own)
+        twice += (0 if body.head_elements else head) + _int4_bytes([Matrix(rows, body.hidden_size)], own)
+    return once, twice
+
+
+def given_bytes(
+    target: ModelShape, drafter: DrafterShape | None, storage: Storage, drafter_storage: Storage | None = None
+) -> int:
+    """Weights that engines take as inputs, each once."""
+    total = model_bytes(target, storage)
+    if drafter is not None:
+        total += given_drafter_bytes(drafter, drafter_storage or storage)
+    return total - held_bytes(target, drafter, storage, drafter_storage)[0]
+
+
+def _int4_bytes(matrices: Iterable[Matrix], storage: Storage) -> int:
+    """Of matrices that are stored so."""
+    if storage.matrices != "int4":
+        return 0
+    return sum(matrix_bytes(matrix, "int4") for matrix in matrices if matrix.quantisable)
+
+
 def ort_engine_bytes(target: ModelShape, drafter: DrafterShape | None) -> int:
     """Lowered graphs of ort-cpu; weights lie apart."""
     other = 0 if drafter is None else drafter.body.num_layers * ORT_BYTES_PER_DRAFTER_LAYER
     return target.num_layers * ORT_BYTES_PER_TARGET_LAYER + other
 
 
-def builder_bytes(target: ModelShape, storage: Storage, block_sizes: Sequence[int], scratch: int) -> int:
-    """Peak of building the target's engine on the device: kernels are tried on the largest weight and scratch."""
-    tables = table_bytes(target.embedding_elements, target.hidden_size, storage.tables)
-    largest = max(
-        tables, *(matrix_bytes(dataclasses.replace(m, count=1), storage.matrices) for m in target.matrices)
-    )
+def host_builder_bytes(target: ModelShape, storage: Storage, block_sizes: Sequence[int]) -> int:
+    """Peak of the process that builds the target's engine, which it holds several times where weights are in it."""
     from dflash_engines.builder_memory import builder_peak_bytes
 
     profiles, _ = num_profiles(block_sizes)
-    return builder_peak_bytes(target.num_layers, profiles) + largest + scratch
+    held, _ = held_bytes(target, None, storage)
+    return builder_peak_bytes(target.num_layers, profiles, int4_weight_bytes=held)
+
+
+def kernel_trial_bytes(target: ModelShape, storage: Storage, scratch: int) -> int:
+    """What building takes of the device's memory: kernels are tried on the largest weight and scratch."""
+    matrices = (matrix_bytes(dataclasses.replace(m, count=1), storage.matrices) for m in target.matrices)
+    return max(embedding_bytes(target, storage), *matrices) + scratch
 
 
 def roofline_s(device: Device, moved_bytes: float, operations: float) -> float:

@@ -79,7 +79,7 @@ def _is_smaller(options: PlanOptions, than: PlanOptions) -> bool:
 
 
 def _named(precision: str, tables: str) -> str:
-    return f"weights in {precision}" if tables == "16bit" else f"weights in {precision}, embedding and head in {tables}"
+    return f"weights in {precision}" if tables == "16bit" else f"weights in {precision}, head in {tables}"
 
 
 def _arguments(options: PlanOptions, asked: PlanOptions) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from dflash_tools import plan_formulas as formulas
 from dflash_tools.model_shape import ModelShape
 from dflash_tools.plan_proposals import Proposal
 from dflash_tools.resource_plan import MemoryItem, Plan
@@ -28,7 +29,7 @@ def plan_lines(plan: Plan, proposals: list[Proposal]) -> Iterator[str]:
         f"{device.bandwidth_gb_per_s:g} GB/s, {device.fp16_tflops:g} TFLOPS fp16, SM {device.sm}"
     )
     yield (
-        f"stored   {options.precision}, embedding and head {options.storage.tables}; "
+        f"stored   {options.precision}, head {options.storage.tables}; "
         f"context {options.max_context_tokens} tokens, block sizes {', '.join(map(str, options.block_sizes))}"
     )
     for note in plan.pair.notes:
@@ -37,6 +38,11 @@ def plan_lines(plan: Plan, proposals: list[Proposal]) -> Iterator[str]:
     yield from _item_lines(plan.run_items, plan.run_bytes)
     yield "\nmemory while building engines on the device"
     yield from _item_lines(plan.build_items, plan.build_bytes)
+    if not device.unified:
+        host = formulas.host_builder_bytes(target, options.storage, options.block_sizes)
+        yield f"  and {bytes_text(host)} of the machine's own memory, predicted"
+    if "int4" in (options.precision, options.storage.tables):
+        yield "  engines hold int4 weights, and are built by TensorRT 10.15 (JetPack 7.2), TensorRT-RTX, or later"
     yield f"\n{verdict(plan)}"
     for proposal in proposals:
         yield f"  fits with {proposal.what}: {bytes_text(proposal.needed_bytes)} of " + (

@@ -21,7 +21,7 @@ class PlanOptions:
     precision: str
     """Of the linear layers: fp16, bf16, int8 or int4."""
     table_precision: str
-    """Of embedding and head: 16bit, int8 or int4."""
+    """Of the head, and of an embedding tied to it: 16bit, int8 or int4."""
     max_context_tokens: int
     block_sizes: tuple[int, ...]
 
@@ -152,21 +152,24 @@ def run_items(pair: Pair, place: Place, options: PlanOptions) -> tuple[MemoryIte
     """What memory holds while the pair runs."""
     target, drafter, storage = pair.target, pair.drafter, options.storage
     capacity = formulas.capacity_tokens(options.max_context_tokens, options.block_sizes)
+    _, held_again = formulas.held_bytes(target, drafter, storage)
     rows = [
         ("target weights", formulas.model_bytes(target, storage), EXACT),
-        ("drafter weights", formulas.drafter_bytes(drafter, storage), EXACT),
+        ("drafter weights", formulas.given_drafter_bytes(drafter, storage), EXACT),
         ("target KV cache", formulas.kv_bytes(target, capacity, storage.item_bytes), EXACT),
         ("drafter KV cache", formulas.kv_bytes(drafter.body, capacity, storage.item_bytes), EXACT),
         ("activations and scratch", _scratch(pair, options), PREDICTED),
-        ("engines", formulas.engine_bytes(target, drafter, options.block_sizes), PREDICTED),
+        ("engines", formulas.engine_bytes(target, drafter, options.block_sizes) + held_again, PREDICTED),
         *_fixed(place),
     ]
     return tuple(MemoryItem(*row) for row in rows)
 
 
 def build_items(pair: Pair, place: Place, options: PlanOptions) -> tuple[MemoryItem, ...]:
-    """What memory holds at the peak of building engines on the device."""
-    peak = formulas.builder_bytes(pair.target, options.storage, options.block_sizes, _scratch(pair, options))
+    """What memory holds at the peak of building engines on the device; a card's does not hold the builder."""
+    trial = formulas.kernel_trial_bytes(pair.target, options.storage, _scratch(pair, options))
+    host = formulas.host_builder_bytes(pair.target, options.storage, options.block_sizes)
+    peak = trial + (host if place.device.unified else 0)
     return tuple(MemoryItem(*row) for row in [("builder peak", peak, PREDICTED), *_fixed(place)])
 
 

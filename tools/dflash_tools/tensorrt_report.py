@@ -28,6 +28,7 @@ def report_json(built: BuiltEngines) -> dict[str, Any]:
         "engine_bytes": built.engine_bytes,
         "weight_bytes": built.weight_bytes,
         "saved_bytes": built.saved_bytes,
+        "held_bytes": built.held_bytes,
         "build_s": round(built.seconds, 1),
         "build_peak_bytes": built.build_peak_bytes,
         "reused": built.reused,
@@ -61,7 +62,9 @@ def report_lines(built: BuiltEngines) -> list[str]:
         lines.append(f"  {engine.kind:<16} {size:>9}, {len(engine.profiles)} profiles{scratch}, {made}")
     if record.weights_mode == "shared":
         weights = f"weights on the device {bytes_text(built.weight_bytes)}, each once for all engines"
-        lines.append(f"  engines {bytes_text(built.engine_bytes)}; {weights} (saves {bytes_text(built.saved_bytes)})")
+        held = f", of it {bytes_text(built.held_bytes)} weights in int4" if built.held_bytes else ""
+        saved = bytes_text(built.saved_bytes)
+        lines.append(f"  engines {bytes_text(built.engine_bytes)}{held}; {weights} (saves {saved})")
     else:
         lines.append(f"  engines {bytes_text(built.engine_bytes)}, their own copies of the weights included")
     if built.seconds:

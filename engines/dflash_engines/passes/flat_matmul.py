@@ -42,6 +42,7 @@ def _is_one_matrix(value: ir.Value) -> bool:
 def _is_weight(value: ir.Value | None) -> bool:
     transpose = made_by(value, "Transpose")
     source = value if transpose is None else transpose.inputs[0]
-    if source is not None and (cast := made_by(source, "Cast") or made_by(source, "DequantizeLinear")) is not None:
-        source = cast.inputs[0]
+    for op_type in ("Cast", "DequantizeLinear"):
+        if source is not None and (node := made_by(source, op_type)) is not None:
+            source = node.inputs[0]
     return source is not None and source.is_initializer() and len(dims(source) or ()) == 2

@@ -54,7 +54,7 @@ class QuantizedMatMulPass(ir.passes.InPlacePass):
         values = as_bytes(matrix.values, [matrix.rows, blocks, block * matrix.bits // 8], ".blocks")
         inputs = [node.inputs[0], values, _scales(node, matrix, blocks)]
         if matrix.zero_points is not None:
-            inputs.append(_zero_points(matrix))
+            inputs.append(_zero_points(node, matrix, blocks))
         attributes = {
             "K": matrix.columns,
             "N": matrix.rows,
@@ -68,7 +68,8 @@ class QuantizedMatMulPass(ir.passes.InPlacePass):
 def quantized_weight_of(node: ir.Node) -> QuantizedMatrix | None:
     """The quantised matrix that a MatMul multiplies by; None for other nodes."""
     transpose = made_by(node.inputs[1], "Transpose") if node.op_type == "MatMul" else None
-    return None if transpose is None else find_quantized(transpose.inputs[0])
+    matrix = None if transpose is None else find_quantized(transpose.inputs[0])
+    return None if matrix is None or matrix.floating else matrix
 
 
 def block_size(matrix: QuantizedMatrix) -> int | None:
@@ -87,15 +88,23 @@ def _scales(node: ir.Node, matrix: QuantizedMatrix, blocks: int) -> ir.Value:
     """[N, blocks]; a row's one scale is repeated for its blocks when the session opens."""
     if matrix.group_size is not None:
         return matrix.scales
+    return _repeated(node, matrix.scales, matrix.rows, blocks)
+
+
+def _repeated(node: ir.Node, column: ir.Value, rows: int, blocks: int) -> ir.Value:
     graph = node.graph
     assert graph is not None
-    column = emit(node, "Unsqueeze", [matrix.scales, add_integers(graph, [1])], shape=[matrix.rows, 1])
-    return emit(node, "Expand", [column, add_integers(graph, [matrix.rows, blocks])], shape=[matrix.rows, blocks])
+    upright = emit(node, "Unsqueeze", [column, add_integers(graph, [1])], shape=[rows, 1])
+    return emit(node, "Expand", [upright, add_integers(graph, [rows, blocks])], shape=[rows, blocks])
 
 
-def _zero_points(matrix: QuantizedMatrix) -> ir.Value:
-    """Bytes of whole rows: where a row has an odd number of groups, they are packed anew, inside the graph."""
-    assert matrix.zero_points is not None and matrix.group_size is not None
+def _zero_points(node: ir.Node, matrix: QuantizedMatrix, blocks: int) -> ir.Value:
+    """Bytes of whole rows: where a row of int4 has an odd number of groups, they are packed anew, inside the graph."""
+    assert matrix.zero_points is not None
+    if matrix.bits == 8:
+        one_each = matrix.group_size is None
+        return _repeated(node, matrix.zero_points, matrix.rows, blocks) if one_each else matrix.zero_points
+    assert matrix.group_size is not None
     groups = matrix.columns // matrix.group_size
     if groups % 2 == 0:
         return as_bytes(matrix.zero_points, [matrix.rows, groups // 2], ".bytes")

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from dflash_engines.passes.graph_reading import constant, dims, integer_attribute, made_by
 
-_BITS = {ir.DataType.UINT4: 4, ir.DataType.UINT8: 8}
+_BITS = {ir.DataType.UINT4: 4, ir.DataType.UINT8: 8, ir.DataType.FLOAT8E4M3FN: 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,16 +19,21 @@ class QuantizedMatrix:
     node: ir.Node
     """The DequantizeLinear."""
     values: ir.Value
-    """UINT4 or UINT8 [N, K], a weight in a file."""
+    """UINT4, UINT8 or FLOAT8E4M3FN [N, K], a weight in a file."""
     scales: ir.Value
     """[N, K / group_size], or [N]."""
     zero_points: ir.Value | None
-    """None where they are the middle of the range throughout, 8 or 128."""
+    """None where they are the middle of the range throughout, 8 or 128, and for floats."""
     bits: int
     group_size: int | None
     """None for a scale a row."""
     rows: int
     columns: int
+
+    @property
+    def floating(self) -> bool:
+        """The values are floats of eight bits."""
+        return self.values.dtype == ir.DataType.FLOAT8E4M3FN
 
 
 def find_quantized(value: ir.Value | None) -> QuantizedMatrix | None:

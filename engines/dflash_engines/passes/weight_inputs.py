@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from dflash_engines.passes.graph_writing import remove_dead_nodes
 from dflash_engines.passes.signed_weights import SIGNED_FILE
-from dflash_runtime.weights import SIGNED_TRANSPOSED
+from dflash_runtime.weights import FLOAT8_TRANSPOSED, SIGNED_TRANSPOSED
 
 _ROWS_SUFFIX = "#rows"
 _SAFETENSORS_NAMES = {
@@ -23,6 +23,7 @@ _SAFETENSORS_NAMES = {
     ir.DataType.FLOAT16: "F16",
     ir.DataType.BFLOAT16: "BF16",
     ir.DataType.INT8: SIGNED_TRANSPOSED,
+    ir.DataType.FLOAT8E4M3FN: FLOAT8_TRANSPOSED,
 }
 
 
@@ -34,7 +35,7 @@ class WeightInput:
     weight: str
     """Its name in the bundle's index."""
     dtype: str
-    """What the input takes, in safetensors' spelling or `I8T`; the weight is converted when it is loaded."""
+    """What the input takes, in safetensors' spelling, `I8T` or `F8T`; the weight is converted when it is loaded."""
 
 
 class WeightInputsPass(ir.passes.InPlacePass):

@@ -1,4 +1,4 @@
-"""compressed-tensors: `pack-quantized` (int4 and int8 in int32 words) and `int-quantized` (int8)."""
+"""compressed-tensors: `pack-quantized` (int4, int8 in int32 words), `int-quantized` (int8), `float-quantized` (FP8)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dflash_export.quantized_formats.imported_place import Array, as_floats, imported_place, mapped, unpack
-from dflash_export.tensor_files import TensorPlace
+from dflash_export.quantized_formats.imported_place import (
+    Array,
+    as_floats,
+    float8_place,
+    imported_place,
+    mapped,
+    unpack,
+)
+from dflash_export.tensor_files import FLOAT8, TensorPlace
 from dflash_runtime.errors import CheckpointError
 
 ORIGIN = "compressed-tensors"
-_PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+_PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale")
 
 
 def read_places(config: dict[str, Any], places: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
@@ -27,11 +34,15 @@ def read_places(config: dict[str, Any], places: Mapping[str, TensorPlace]) -> di
     for name in places:
         module, _, part = name.rpartition(".")
         packed = part == "weight_packed"
-        if not packed and not (part == "weight" and places[name].dtype == "I8"):
+        plain = part == "weight" and places[name].dtype in ("I8", FLOAT8)
+        if not packed and not plain:
             continue
         own = {key: found.pop(f"{module}.{key}") for key in (*_PARTS, "weight") if f"{module}.{key}" in found}
         _refuse_reordered(module, own)
         args = _arguments(config, module)
+        if places[name].dtype == FLOAT8:
+            found[name] = float8_place(own["weight"], own["weight_scale"], ORIGIN)
+            continue
         read = _packed if packed else _plain
         found[f"{module}.weight"] = read(module, own, int(args["num_bits"]))
     return found
@@ -78,6 +89,8 @@ def _refuse_more_than_weights(config: dict[str, Any]) -> None:
     if config.get("kv_cache_scheme"):
         raise CheckpointError("the checkpoint quantises its KV cache too, which is not taken; only weights are.")
     for group in config.get("config_groups", {}).values():
+        if (group.get("weights") or {}).get("type") == "float":
+            continue  # FP8 is nearly always written for FP8 activations too, and its weights mean the same without
         if group.get("input_activations") or group.get("output_activations"):
             raise CheckpointError(
                 "the checkpoint quantises activations too (W8A8 or the like), which is not taken; give one that "
@@ -96,6 +109,8 @@ def _arguments(config: dict[str, Any], module: str) -> dict[str, Any]:
     found = [group["weights"] for group in config.get("config_groups", {}).values() if group.get("weights")]
     if not found or any(one.get("num_bits") != found[0].get("num_bits") for one in found):
         raise CheckpointError(f"{module}: config.json has {len(found)} kinds of quantised weights; one width is taken.")
-    if found[0].get("type", "int") != "int":
-        raise CheckpointError(f"{module} holds {found[0]['type']} weights; int4 and int8 of this format are taken.")
+    if found[0].get("type", "int") != "int" and int(found[0]["num_bits"]) != 8:
+        raise CheckpointError(
+            f"{module} holds {found[0]['type']} weights of {found[0]['num_bits']} bits; int4, int8 and FP8 are taken."
+        )
     return dict(found[0])

@@ -57,6 +57,4 @@ def _place(module: str, own: dict[str, TensorPlace], bits: int, lowered: int) ->
 
     group = None if groups == 1 else columns // groups
     symmetric = bool((zeros == middle).all())
-    if group is None and bits == 8 and not symmetric:
-        group = columns
     return imported_place(words, (rows, columns), bits, group, symmetric, scale.dtype, ORIGIN, read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -12,20 +13,27 @@ import torch
 from torch import Tensor
 
 from dflash_export.quantization import GROUP_SIZES
-from dflash_export.quantized_places import QuantizedRows, Role, RowSource, quantized_facts, quantized_parts
-from dflash_export.tensor_files import FLOAT_DTYPES, TensorPlace, stored_bytes
+from dflash_export.quantized_places import (
+    FLOAT8_SCALES,
+    QuantizedRows,
+    Role,
+    RowSource,
+    quantized_facts,
+    quantized_parts,
+)
+from dflash_export.tensor_files import FLOAT8, FLOAT_DTYPES, TensorPlace, stored_bytes
 from dflash_runtime.bundle import QuantizedWeight
 from dflash_runtime.errors import CheckpointError
 
 Array = npt.NDArray[Any]
 _PIECE_ELEMENTS = 1 << 22
 _MAPPED = {"I32": np.int32, "I64": np.int64, "I8": np.int8, "U8": np.uint8, "F32": np.float32, "F16": np.float16,
-           "BF16": np.uint16}  # fmt: skip
+           "BF16": np.uint16, FLOAT8: np.uint8}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class ImportedPlace(TensorPlace):
-    """One quantised weight; dtype is U4 or U8 and shape [out, in], whatever the checkpoint's layout is."""
+    """One quantised weight; dtype is U4, U8 or F8_E4M3, shape [out, in], whatever the checkpoint's layout is."""
 
     group_size: int | None
     """None for one scale a row."""
@@ -60,14 +68,17 @@ def imported_parts(
             continue
         if name not in linear:
             raise CheckpointError(f"{name} is quantised ({place.origin}) and no plain matrix [out, in] of the model.")
-        if dtype not in (place.scale_dtype, "F32"):
+        floating = place.dtype == FLOAT8
+        if dtype not in (place.scale_dtype, "F32") and not floating:
             words = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
             raise CheckpointError(
                 f"{name} has scales in {words[place.scale_dtype]}, which {words[dtype]} cannot hold exactly. Build "
                 f"with --precision {words[place.scale_dtype]}{'' if place.scale_dtype == 'F32' else ' or fp32'}."
             )
         facts[name] = quantized_facts(name, place.bits, place.group_size, place.symmetric, place.origin)
-        found |= quantized_parts(name, place, facts[name], dtype, _in_dtype(place.source, FLOAT_DTYPES[dtype]))
+        wide = FLOAT8_SCALES if floating else dtype
+        source = _in_dtype(place.source, FLOAT_DTYPES[wide])
+        found |= quantized_parts(name, place, facts[name], wide, source, floating=floating)
     return found, facts
 
 
@@ -142,6 +153,35 @@ def imported_place(
     return ImportedPlace(
         like.file, like.offset_bytes, stored_bytes(shape, dtype), dtype, shape, group_size, symmetric, scale_dtype,
         origin, source,
+    )  # fmt: skip
+
+
+def float8_place(values: TensorPlace, scale: TensorPlace, origin: str) -> ImportedPlace:
+    """A weight [out, in] of e4m3 floats with one scale, or one for each row.
+
+    Raises:
+        CheckpointError: scales of another kind, such as one for each block of a matrix.
+    """
+    rows, columns = values.shape
+    count = math.prod(scale.shape)
+    if scale.dtype not in FLOAT_DTYPES or count not in (1, rows) or scale.shape not in ((), (1,), (1, 1), (rows,),
+                                                                                       (rows, 1)):  # fmt: skip
+        raise CheckpointError(
+            f"{values.file.name} holds FP8 weights [{rows}, {columns}] with {scale.dtype} scales {list(scale.shape)}; "
+            "one scale a matrix or one a row is taken."
+        )
+    step = max(1, _PIECE_ELEMENTS // columns)
+
+    def source(role: Role) -> Iterator[QuantizedRows]:
+        for start in range(0, rows, step):
+            stored = torch.from_numpy(np.array(mapped(values)[start : start + step]))
+            scales = as_floats(np.atleast_1d(mapped(scale)), scale.dtype).reshape(-1, 1)
+            own = scales.expand(len(stored), 1) if count == 1 else scales[start : start + step]
+            yield QuantizedRows(stored, own, None)
+
+    return ImportedPlace(
+        values.file, values.offset_bytes, values.length_bytes, FLOAT8, (rows, columns), None, True, scale.dtype, origin,
+        source,
     )  # fmt: skip
 
 

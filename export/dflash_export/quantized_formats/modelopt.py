@@ -1,4 +1,4 @@
-"""ModelOpt's Hugging Face export: int4 in groups, two outputs in a byte."""
+"""ModelOpt's Hugging Face export: int4 in groups, two outputs in a byte, and FP8 with one scale a matrix."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dflash_export.quantized_formats.imported_place import Array, as_floats, imported_place, mapped
-from dflash_export.tensor_files import TensorPlace
+from dflash_export.quantized_formats.imported_place import Array, as_floats, float8_place, imported_place, mapped
+from dflash_export.tensor_files import FLOAT8, TensorPlace
 from dflash_runtime.errors import CheckpointError
 
 ORIGIN = "ModelOpt"
-_ALGORITHMS = ("W4A16_AWQ", "W4A16", "INT4_AWQ")
+_ALGORITHMS = ("W4A16_AWQ", "W4A16", "INT4_AWQ", "FP8")
 
 
 def read_places(config: dict[str, Any], places: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
@@ -24,7 +24,7 @@ def read_places(config: dict[str, Any], places: Mapping[str, TensorPlace]) -> di
     """
     algorithm = str(config.get("quant_algo", config.get("quantization", {}).get("quant_algo", "unknown")))
     if algorithm.upper() not in _ALGORITHMS:
-        raise CheckpointError(f"ModelOpt's {algorithm} is not taken; {', '.join(_ALGORITHMS)} are (int4 weights).")
+        raise CheckpointError(f"ModelOpt's {algorithm} is not taken; {', '.join(_ALGORITHMS)} are (int4, FP8).")
     scaled = sorted(name for name in places if name.endswith("pre_quant_scale"))
     if scaled:
         raise CheckpointError(
@@ -34,8 +34,9 @@ def read_places(config: dict[str, Any], places: Mapping[str, TensorPlace]) -> di
     found = dict(places)
     for name, place in places.items():
         module, _, part = name.rpartition(".")
-        if part == "weight" and place.dtype == "U8" and f"{module}.weight_scale" in found:
-            found[name] = _place(place, found.pop(f"{module}.weight_scale"))
+        if part == "weight" and place.dtype in ("U8", FLOAT8) and f"{module}.weight_scale" in found:
+            scale = found.pop(f"{module}.weight_scale")
+            found[name] = float8_place(place, scale, ORIGIN) if place.dtype == FLOAT8 else _place(place, scale)
             found.pop(f"{module}.input_scale", None)
     return found
 
