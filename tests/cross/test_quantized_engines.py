@@ -176,15 +176,18 @@ def test_offsets_are_those_of_the_scales_an_engine_holds(asymmetric: Bundle) -> 
 
 @pytest.mark.slow
 def test_zero_points_take_no_copy_of_the_weights(tmp_path: Path) -> None:
-    """Scratch memory at a width where a dequantised matrix would show: 8 MiB for one of the MLP."""
+    """Scratch memory at a width where a dequantised matrix of the MLP would show, which has 16 MiB.
+
+    A second workspace of a kernel does come on top: 9 MiB for matrices of 8 MiB, 10 MiB for those of 16 MiB.
+    """
     pytest.importorskip("tensorrt_rtx")
-    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2}
+    wide = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 3}
     scratch = {}
     for symmetric in (True, False):
         bundle = export(tmp_path / str(symmetric), "int4", "keep", "int4", symmetric=symmetric, **wide)
         engines = build_engines(bundle, OPTIONS).record.engines
         scratch[symmetric] = {engine.kind: max(engine.scratch_bytes) for engine in engines}
-    assert all(scratch[False][kind] < scratch[True][kind] + (2 << 20) for kind in scratch[True])
+    assert all(scratch[False][kind] < scratch[True][kind] + (12 << 20) for kind in scratch[True]), scratch
 
 
 def test_fp8_wants_a_gpu_that_knows_it(float8: Bundle) -> None:
