@@ -45,11 +45,16 @@ def read_float_weight(root: Path, manifest: Manifest, name: str, rows: slice | N
     zero_points = None
     if facts.zero_points is not None:
         zero_points = read_integers(root, manifest.weights[facts.zero_points])[start:stop]
-    scales = read_weight(root, manifest.weights[facts.scales])[start:stop].float().numpy()
-    if entry.dtype == FLOAT8:
-        floats = torch.from_numpy(read_integers(root, entry, start, stop)).view(torch.float8_e4m3fn)
-        return floats.float() * torch.from_numpy(scales)[:, None]
-    return torch.from_numpy(dequantize(read_integers(root, entry, start, stop), scales, zero_points, facts))
+    scales = read_weight(root, manifest.weights[facts.scales])[start:stop]
+    return scaled(read_integers(root, entry, start, stop), entry.dtype, scales, zero_points, facts)
+
+
+def scaled(values: Array, dtype: str, scales: Tensor, zero_points: Array | None, facts: QuantizedWeight) -> Tensor:
+    """A quantised weight in fp32, by its values as `unpacked` gives them and their dtype in the index."""
+    scales = scales.float()
+    if dtype == FLOAT8:
+        return torch.from_numpy(values).view(torch.float8_e4m3fn).float() * scales[:, None]
+    return torch.from_numpy(dequantize(values, scales.numpy(), zero_points, facts))
 
 
 def read_float_rows(root: Path, manifest: Manifest, name: str, rows: Sequence[int] | None) -> Tensor:

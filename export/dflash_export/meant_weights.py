@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dflash_export.converted_places import convert_places
-from dflash_export.dequantized_weights import dequantize, unpacked
+from dflash_export.dequantized_weights import scaled, unpacked
 from dflash_export.match_weights import match_weights
 from dflash_export.quantization import Scheme
 from dflash_export.quantized_formats.imported_place import imported_parts
 from dflash_export.quantized_places import ROUND_TO_NEAREST, quantize_places
-from dflash_export.tensor_files import TensorPlace
+from dflash_export.tensor_files import FLOAT8, TensorPlace
 from dflash_export.weight_store import PRECISIONS
 from dflash_export.weight_values import read_converted
 from dflash_runtime.bundle import Manifest, QuantizedWeight, WeightEntry
@@ -31,11 +31,11 @@ class MeantWeights:
     """Values, scales and zero points by their names in a bundle; nothing is read yet."""
 
     def value(self, name: str) -> Tensor:
-        """(value - zero point) * scale in fp32, [out, in]."""
+        """(value - zero point) * scale in fp32, [out, in]; value * scale of FP8."""
         facts, values = self.quantized[name], self._integers(name)
         points = None if facts.zero_points is None else self._integers(facts.zero_points)
-        scales = read_converted(self.parts[facts.scales], torch.float32).numpy()
-        return torch.from_numpy(dequantize(values, scales, points, facts))
+        scales = read_converted(self.parts[facts.scales], torch.float32)
+        return scaled(values, self.parts[name].dtype, scales, points, facts)
 
     def _integers(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         place = self.parts[name]
@@ -58,7 +58,7 @@ def meant_weights(manifest: Manifest, places: Mapping[str, TensorPlace]) -> Mean
     mine = {name: places[name] for name in wanted}
     parts, facts = imported_parts(mine, wanted, dtype)
     schemes = {
-        name: Scheme(one.bits, one.group_size, one.zero_points is None)
+        name: Scheme(one.bits, one.group_size, one.zero_points is None, manifest.weights[name].dtype == FLOAT8)
         for name, one in wanted.items()
         if one.origin == ROUND_TO_NEAREST
     }

@@ -165,11 +165,13 @@ VARIANTS = {
     "int8-fp16": (("int8", "int8", "keep"), {}, "fp16", False),
     "drafter-alone": (("keep", "keep", "int4"), {"symmetric": False}, None, False),
     "head-alone-tied": (("keep", "int8", "keep"), {}, "bf16", True),
+    "fp8": (("fp8", "keep", "fp8"), {}, "bf16", False),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "fp8" else pytest.mark.slow) for name in VARIANTS]
+)
 def test_other_healthy_ones_pass(tmp_path: Path, name: str) -> None:
     words, options, precision, tied = VARIANTS[name]
     target = {**PAIR.target, "tie_word_embeddings": tied}

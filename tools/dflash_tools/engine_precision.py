@@ -8,7 +8,9 @@ from dflash_tools.reference_record import INT8_PRODUCTS
 
 
 def computes_in(bundle: Bundle, record: HostEngineRecord) -> str:
-    """fp32, fp16, bf16, or `int8 products`, which is how engines treat quantised weights unless asked not to."""
-    if bundle.manifest.quantized and record.versions.get("activations") != "fp32":
+    """fp32, fp16, bf16, or `int8 products`, which is how engines treat weights held as integers unless asked not to."""
+    weights = bundle.manifest.weights
+    integers = any(weights[name].dtype != "F8_E4M3" for name in bundle.manifest.quantized)  # FP8 is widened when opened
+    if integers and record.versions.get("activations") != "fp32":
         return INT8_PRODUCTS
     return record.execution_precision
