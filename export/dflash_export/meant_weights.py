@@ -39,7 +39,7 @@ class MeantWeights:
 
     def _integers(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         place = self.parts[name]
-        stored = np.frombuffer(b"".join(place.chunks()), np.uint8)
+        stored = np.frombuffer(bytearray().join(place.chunks()), np.uint8)
         entry = WeightEntry(str(place.file), 0, place.length_bytes, place.dtype, list(place.shape))
         return unpacked(stored, entry)
 

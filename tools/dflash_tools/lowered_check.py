@@ -192,18 +192,22 @@ def _lowered(bundle: Bundle, facts: GraphFacts, backend: str, calls: list[_Call]
     return _open(bundle, ir.load(engine_folder(bundle, backend) / facts.file), facts, calls)
 
 
-def lowered_without_rings(bundle: Bundle, facts: GraphFacts, record: HostEngineRecord) -> ir.Model:
-    """A graph lowered as for an engine, all its caches as long as the context."""
-    chosen: ActivationPrecision = "fp32" if record.versions.get("activations") == "fp32" else DEFAULT_ACTIVATIONS
-    return lower_model(load_portable(bundle, facts.file), _kind_of(bundle, facts), activations=chosen)
+def lowered_without_rings(
+    bundle: Bundle, facts: GraphFacts, record: HostEngineRecord, *, exact: bool = False
+) -> ir.Model:
+    """A graph lowered as for an engine, all its caches as long as the context; `exact` keeps activations in fp32."""
+    exact = exact or record.versions.get("activations") == "fp32"
+    chosen: ActivationPrecision = "fp32" if exact else DEFAULT_ACTIVATIONS
+    return lower_model(load_portable(bundle, facts.file), kind_of(bundle, facts), activations=chosen)
 
 
 def _lowered_exactly(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
-    model = lower_model(load_portable(bundle, facts.file), _kind_of(bundle, facts), activations="fp32")
+    model = lower_model(load_portable(bundle, facts.file), kind_of(bundle, facts), activations="fp32")
     return _open(bundle, model, facts, calls)
 
 
-def _kind_of(bundle: Bundle, facts: GraphFacts) -> GraphKind:
+def kind_of(bundle: Bundle, facts: GraphFacts) -> GraphKind:
+    """Which of the portable graphs it is."""
     return next(kind for kind, file in bundle.manifest.graph_files().items() if file == facts.file)
 
 
