@@ -125,6 +125,7 @@ def test_a_bundle_without_the_selectors_scores_is_refused_by_name(exported: Make
     GenerationConfig(temperature=1.0).check(old)
 
 
+@pytest.mark.slow
 def test_a_half_precision_build_passes_its_gate(once: Once) -> None:
     pair = dataclasses.replace(PAIRS[0], name="dflash2-fp16", precision="fp16")
     bundle = once(pair.name, lambda folder: build_fully(pair, folder)) / "bundle"

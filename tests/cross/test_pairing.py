@@ -237,6 +237,7 @@ def _drafter_part(folder: Path, root: Path) -> tuple[Manifest, dict[str, bytes]]
     return manifest, {path.name: path.read_bytes() for path in root.glob("*.onnx")}
 
 
+@pytest.mark.slow
 def test_four_spellings_are_one_drafter(copy: Path, tmp_path: Path) -> None:
     configs, parts = [], []
     for spelling in SPELLINGS:

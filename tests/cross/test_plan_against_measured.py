@@ -27,7 +27,9 @@ def compare(bundle: Path, *arguments: object) -> Result:
     return CliRunner().invoke(main, argv, catch_exceptions=False)
 
 
-@pytest.mark.parametrize("pair", [MAIN, HALF_PAIRS[0]], ids=lambda pair: pair.name)
+@pytest.mark.parametrize(
+    "pair", [pytest.param(MAIN, id="main"), pytest.param(HALF_PAIRS[0], id="bf16", marks=pytest.mark.slow)]
+)
 def test_weights_and_caches_are_as_planned(exported: Make, pair: Pair) -> None:
     done = compare(exported(pair), "--json")
     assert done.exit_code == 0, done.output

@@ -38,7 +38,9 @@ def test_weights_take_what_the_plan_says(tmp_path: Path, layers: str) -> None:
     assert held == pytest.approx(model_bytes(shape, Storage(layers, "bf16")), rel=0.03)
 
 
-@pytest.mark.parametrize(("words", "with_drafter"), [("int4 int4 int4", True), ("int4 int8 keep", False)])
+@pytest.mark.parametrize(("words", "with_drafter"), [
+    pytest.param("int4 int4 int4", True, marks=pytest.mark.slow), ("int4 int8 keep", False),
+])  # fmt: skip
 def test_engines_hold_and_are_given_what_the_plan_says(
     tmp_path: Path, words: str, with_drafter: bool
 ) -> None:

@@ -79,6 +79,7 @@ def test_speculative_and_plain_decoding_say_the_same(bundle: Bundle) -> None:
     assert said[0] == said[1] == said[2]
 
 
+@pytest.mark.slow
 def test_a_bundle_is_checked_part_by_part_too(tmp_path: Path) -> None:
     bundle = Case("int4", "int8", "int4", precision="bf16", gate="layers").build(tmp_path)
     portable = [row for row in bundle.manifest.checks if row.stage == "portable"]

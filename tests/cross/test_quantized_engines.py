@@ -61,7 +61,14 @@ def float8(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return export(tmp_path_factory.mktemp("float8"), "fp8", "fp8", "fp8", tie_word_embeddings=False)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "asymmetric", "float8"])
+_IN_EVERY_RUN = ("int8", "asymmetric")  # asymmetric is int4 with zero points
+BUILT = [
+    pytest.param(name, marks=[] if name in _IN_EVERY_RUN else pytest.mark.slow)
+    for name in ("int8", "int4", "asymmetric", "float8")
+]
+
+
+@pytest.mark.parametrize("name", BUILT)
 def test_engines_build_without_a_gpu(name: str, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("tensorrt_rtx")
     bundle: Bundle = request.getfixturevalue(name)

@@ -75,6 +75,7 @@ def test_the_reference_says_what_the_authors_package_says(exported: Make, pair: 
         assert validated(bundle, reference, name).passed
 
 
+@pytest.mark.slow
 def test_dflash2_and_its_selector(tmp_path: Path) -> None:
     pair = Pair("dflash2", drafter={**DFLASH2, "block_size": 6}, likely_tokens=4, max_context_tokens=96)
     bundle = export_quickly(pair, tmp_path)

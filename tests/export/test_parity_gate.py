@@ -266,7 +266,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_gate, "PIECEWISE_PARAMETERS", 0)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_models_too_large_for_memory_are_compared_in_pieces(
     precision: str, request: pytest.FixtureRequest, small_pieces: None, tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ TEXTS: dict[str, str | Messages] = {
     "code": "Write a Python function that returns the n-th Fibonacci number, and explain it.",
 }
 """Of kinds that a drafter finds easy and hard."""
-PART_TOKENS = 48
+PART_TOKENS = 120
 Results = dict[tuple[str, int], list[GenerationResult]]
 """By text and block size."""
 
