@@ -1,7 +1,7 @@
 """The controller on texts of a real pair, recorded place by place, with round times measured in the same run.
 
-Made by `python -m dflash_tools.block_size_choices BUNDLE --threads 2 --record FILE`: SmolLM2-135M-Instruct with its shipped
-drafter, fp32, ort-cpu, two cores.
+Made by `python -m dflash_tools.block_size_choices BUNDLE --threads 2 --record FILE`: SmolLM2-135M-Instruct with its
+shipped drafter, fp32, ort-cpu, two cores.
 """
 
 from __future__ import annotations
