@@ -53,8 +53,8 @@ def test_memory_of_a_process_tree_is_seen() -> None:
 
 def test_kinds_of_proposals_are_compared_in_turn(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "pair", Sizes(likely_tokens=3))
-    (tmp_path / "prompts").write_text("hello\nand again\n", encoding="utf-8")
-    arguments = [str(bundle), "--threads", "1", "--rounds", "2", "--prompts", str(tmp_path / "prompts"),
+    (tmp_path / "prompts.txt").write_text("hello\nand again\n", encoding="utf-8")
+    arguments = [str(bundle), "--threads", "1", "--rounds", "2", "--prompts", str(tmp_path / "prompts.txt"),
                  "--max-new-tokens", "12"]  # fmt: skip
     done = CliRunner().invoke(proposal_kinds.main, [*arguments, "--json"], catch_exceptions=False)
     kinds = {one["kind"]: one for one in json.loads(done.stdout)["kinds"]}

@@ -22,6 +22,7 @@ from dflash_runtime import GenerationConfig, GenerationResult, Session
 from dflash_runtime.generation import PROPOSALS
 from dflash_tools.error_lines import DFlashCommand
 from dflash_tools.progress import ProgressLine
+from dflash_tools.prompt_file import read_prompts
 from dflash_tools.reference_prompts import REFERENCE_PROMPTS
 
 PLAIN = "plain"
@@ -66,7 +67,7 @@ class KindRound(NamedTuple):
 @click.command(cls=DFlashCommand)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--num-prompts", type=click.IntRange(1), default=4, show_default=True)
-@click.option("--prompts", type=click.Path(path_type=Path), help="One a line. [default: those of the program]")
+@click.option("--prompts", type=click.Path(path_type=Path), help="A prompt a line, .txt or .jsonl. [default: those of the program]")
 @click.option("--max-new-tokens", type=click.IntRange(2), default=64, show_default=True, metavar="N")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--temperature", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True)
@@ -82,7 +83,7 @@ def main(
     top_k: int, top_p: float, block_size: int | None, raw: bool, backend: str, threads: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Measures plain decoding and every kind of proposals, round by round in turn."""
-    texts = REFERENCE_PROMPTS if prompts is None else prompts.read_text(encoding="utf-8").splitlines()
+    texts = REFERENCE_PROMPTS if prompts is None else read_prompts(prompts, "prompt")
     config = GenerationConfig(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, raw=raw, stop_token_ids=(),
         reuse_prefix=False,

@@ -12,6 +12,7 @@ from typing import Any
 
 from dflash_runtime.adaptive import BlockSizeController
 from dflash_runtime.backend import Backend
+from dflash_tools.position_acceptance import DraftedRound
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -61,7 +62,8 @@ def record_text(
     for place, anchor in enumerate(token_ids[:-1]):
         progress(f"recording {name}", place, len(token_ids) - 1)
         for size, counts in right.items():
-            counts.append(_agreed(backend.draft(anchor, size, position), token_ids[place + 1 :]))
+            said = list(token_ids[place + 1 : place + size])
+            counts.append(DraftedRound(backend.draft(anchor, size, position), said).accepted)
         backend.verify([anchor], position)
         backend.append_context(1, position)
         position += 1
@@ -116,10 +118,3 @@ def compare_choices(
         for size in fixed:
             fixed[size] += play(text, round_ms, lambda size=size: size)[0]  # type: ignore[misc]
     return own, fixed
-
-
-def _agreed(proposed: Sequence[int], said: Sequence[int]) -> int:
-    count = 0
-    while count < min(len(proposed), len(said)) and proposed[count] == said[count]:
-        count += 1
-    return count
