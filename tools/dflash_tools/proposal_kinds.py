@@ -67,7 +67,7 @@ class KindRound(NamedTuple):
 @click.command(cls=DFlashCommand)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--num-prompts", type=click.IntRange(1), default=4, show_default=True)
-@click.option("--prompts", type=click.Path(path_type=Path), help="A prompt a line, .txt or .jsonl. [default: those of the program]")
+@click.option("--prompts", type=click.Path(path_type=Path), help="A prompt a line, .txt or .jsonl.")
 @click.option("--max-new-tokens", type=click.IntRange(2), default=64, show_default=True, metavar="N")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--temperature", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True)
