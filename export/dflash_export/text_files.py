@@ -11,13 +11,13 @@ from dflash_runtime.bundle import TextFacts
 from dflash_runtime.errors import CheckpointError
 
 TOKENIZER_FOLDER = "tokenizer"
+_TEMPLATE = "chat_template.jinja"
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
     "generation_config.json",
 )
 
@@ -25,27 +25,47 @@ _FILES = (
 def copy_text_files(source: Path, root: Path) -> list[str]:
     """Copies tokenizer, chat template and generation config into the bundle.
 
-    A checkpoint with only a slow tokenizer is converted by Transformers.
+    A checkpoint with only a slow tokenizer is converted by Transformers. The chat template becomes a file of its own.
 
     Returns:
         Names below `root` of the files written.
 
     Raises:
-        CheckpointError: there is a tokenizer and it cannot be converted.
+        CheckpointError: there is a tokenizer and it cannot be converted, or no chat template for plain conversations.
     """
     folder = root / TOKENIZER_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     for name in _FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    extra = source / "additional_chat_templates"
-    if extra.is_dir():
-        for template in sorted(extra.glob("*.jinja")):
-            (folder / extra.name).mkdir(exist_ok=True)
-            shutil.copyfile(template, folder / extra.name / template.name)
+    if (template := chat_template(source)) is not None:
+        (folder / _TEMPLATE).write_text(template, encoding="utf-8")
     if not (folder / "tokenizer.json").is_file() and _has_slow_tokenizer(source):
         _convert_slow_tokenizer(source, folder)
     return sorted(str(p.relative_to(root).as_posix()) for p in folder.rglob("*") if p.is_file())
+
+
+def chat_template(source: Path) -> str | None:
+    """The checkpoint's template for plain conversations, wherever it is; None where it has none.
+
+    A file of its own counts before the tokenizer's settings, as in Transformers; of several under names, `default`.
+
+    Raises:
+        CheckpointError: there are several and none is called default.
+    """
+    if (source / _TEMPLATE).is_file():
+        return (source / _TEMPLATE).read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = _read(source / name).get("chat_template")
+        if isinstance(found, list):
+            named = {entry["name"]: entry["template"] for entry in found}
+            if "default" not in named:
+                raise CheckpointError(f"{source / name} has the chat templates {sorted(named)} and none named "
+                                      "'default'. Give that name to the one for plain conversations.")
+            found = named["default"]
+        if found:
+            return str(found)
+    return None
 
 
 def _has_slow_tokenizer(source: Path) -> bool:
@@ -73,11 +93,7 @@ def read_text_facts(source: Path, template_args: dict[str, Any]) -> tuple[TextFa
     Returns:
         The facts, and notes for the user.
     """
-    config = read_json(source / "config.json")
-    generation_path = source / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.is_file() else {}
-    tokenizer_path = source / "tokenizer_config.json"
-    tokenizer = read_json(tokenizer_path) if tokenizer_path.is_file() else {}
+    config, generation = read_json(source / "config.json"), _read(source / "generation_config.json")
     notes = []
     stops = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
     if not stops:
@@ -85,12 +101,19 @@ def read_text_facts(source: Path, template_args: dict[str, Any]) -> tuple[TextFa
     if not stops:
         notes.append("the checkpoint names no end-of-sequence token: generation ends by length only")
     bos = generation.get("bos_token_id", config.get("bos_token_id"))
-    has_template = (
-        (source / "chat_template.jinja").is_file()
-        or (source / "chat_template.json").is_file()
-        or bool(tokenizer.get("chat_template"))
-    )
-    return TextFacts(stops, bos if isinstance(bos, int) else None, has_template, template_args), notes
+    facts = TextFacts(stops, bos if isinstance(bos, int) else None, chat_template(source) is not None, template_args,
+                      _special_tokens(source))  # fmt: skip
+    return facts, notes
+
+
+def _special_tokens(source: Path) -> dict[str, str]:
+    settings = {**_read(source / "special_tokens_map.json"), **_read(source / "tokenizer_config.json")}
+    given = {name: settings[name] for name in _SPECIAL_TOKENS if settings.get(name)}
+    return {name: token["content"] if isinstance(token, dict) else token for name, token in given.items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
 
 
 def _ids(value: Any) -> list[int]:

@@ -145,8 +145,11 @@ class TextFacts:
     stop_token_ids: list[int]
     bos_token_id: int | None
     has_chat_template: bool
+    """It is in tokenizer/chat_template.jinja, wherever the checkpoint had it."""
     template_args: dict[str, Any]
     """Arguments the chat template gets by default, such as {"enable_thinking": false}."""
+    special_tokens: dict[str, str]
+    """What a template may call `bos_token`, `eos_token`, ..."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -231,7 +231,7 @@ def _drafter_part(folder: Path, root: Path) -> tuple[Manifest, dict[str, bytes]]
     target = TargetFacts("t", source, "T", "t", 4, 64, 512, 1, 512, True, name, name, graph)
     manifest = Manifest(
         SCHEMA_VERSION, "fp32", 512, plan.block_sizes, target, None, TapFacts([0, 2], "drafter"),
-        TextFacts([], None, False, {}), stored.entries, {}, [], Provenance("", [], {}),
+        TextFacts([], None, False, {}, {}), stored.entries, {}, [], Provenance("", [], {}),
     )  # fmt: skip
     manifest, _ = trace_and_store_drafter(plan.drafter, root, manifest, quiet)
     return manifest, {path.name: path.read_bytes() for path in root.glob("*.onnx")}

@@ -53,7 +53,7 @@ def write_manifest(root: Path, precision: str) -> None:
         ),
         drafter=DrafterFacts("tiny", source, "Tiny", 2, sizes.hidden, 1, 4, 60, graphs[1], graphs[2]),
         taps=TapFacts([0, 1], "drafter"),
-        text=TextFacts([0], None, False, {}),
+        text=TextFacts([0], None, False, {}, {}),
         weights=_weights(root),
         files=file_facts(root, [name for name in names if name != MANIFEST_NAME]),
         checks=[],

@@ -118,10 +118,32 @@ def test_every_stop_token_is_kept(copy: Path, config: object, generation: object
 
 
 def test_the_chat_template_travels_wherever_it_is(copy: Path, tmp_path: Path) -> None:
-    assert "tokenizer/chat_template.jinja" in copy_text_files(copy, tmp_path / "one")
     text = (copy / "chat_template.jinja").read_text()
+    edit_json(copy / "tokenizer_config.json", chat_template="old")  # a file of its own counts first
+    places: list[tuple[str, object]] = [
+        ("chat_template.json", text), ("tokenizer_config.json", text),
+        ("tokenizer_config.json", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": text}]),
+    ]  # fmt: skip
+    for number, (name, value) in enumerate([("chat_template.jinja", None), *places]):
+        if value is not None:
+            (copy / "chat_template.json").unlink(missing_ok=True)
+            (copy / name).write_text(json.dumps({"chat_template": value}))
+        assert read_text_facts(copy, {})[0].has_chat_template
+        assert "tokenizer/chat_template.jinja" in copy_text_files(copy, tmp_path / str(number))
+        assert (tmp_path / str(number) / "tokenizer/chat_template.jinja").read_text() == text
+        (copy / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def test_a_checkpoint_without_a_template_for_plain_conversations(copy: Path, tmp_path: Path) -> None:
     (copy / "chat_template.jinja").unlink()
-    edit_json(copy / "tokenizer_config.json", chat_template=text)
-    assert read_text_facts(copy, {})[0].has_chat_template
-    copy_text_files(copy, tmp_path / "two")
-    assert json.loads((tmp_path / "two/tokenizer/tokenizer_config.json").read_text())["chat_template"] == text
+    assert not read_text_facts(copy, {})[0].has_chat_template
+    assert "tokenizer/chat_template.jinja" not in copy_text_files(copy, tmp_path / "none")
+    edit_json(copy / "tokenizer_config.json", chat_template=[{"name": "rag", "template": "x"}])
+    with pytest.raises(CheckpointError, match="default"):
+        read_text_facts(copy, {})
+
+
+def test_special_tokens_by_name(copy: Path) -> None:
+    (copy / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<old>", "pad_token": "<pad>"}))
+    (copy / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": None}))
+    assert read_text_facts(copy, {})[0].special_tokens == {"bos_token": "<s>", "pad_token": "<pad>"}

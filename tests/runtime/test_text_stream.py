@@ -5,6 +5,7 @@ import random
 import pytest
 from tiny_bundle import write_tokenizer
 
+from dflash_runtime.bundle import TextFacts
 from dflash_runtime.text_stream import TextStream
 from dflash_runtime.tokenizer import Tokenizer
 
@@ -15,7 +16,7 @@ TEXT = "né 中🙂"
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tk")
     write_tokenizer(folder)
-    return Tokenizer(folder, None, {})
+    return Tokenizer(folder, TextFacts([], None, False, {}, {}))
 
 
 def pieces_of(tokenizer: Tokenizer, ids: list[int], commit: int = 1, stops: tuple[str, ...] = ()) -> list[str]:

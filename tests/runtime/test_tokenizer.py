@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 from tiny_bundle import BOS, write_tokenizer
 
 from dflash_runtime import BundleError, PromptError
+from dflash_runtime.bundle import TextFacts
 from dflash_runtime.chat_template import ChatTemplate
 from dflash_runtime.tokenizer import Tokenizer
 
@@ -18,7 +18,7 @@ WITHOUT_BOS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 def make(folder: Path, template: str | None = None, *, adds_bos: bool = False, **args: Any) -> Tokenizer:
     write_tokenizer(folder, adds_bos=adds_bos, template=template)
-    return Tokenizer(folder, BOS, args)
+    return Tokenizer(folder, TextFacts([], BOS, template is not None, args, {"bos_token": "<bos>"}))
 
 
 @pytest.mark.parametrize("template", [WITH_BOS, WITHOUT_BOS])
@@ -37,22 +37,6 @@ def test_no_bos_where_neither_wants_one(tmp_path: Path) -> None:
     tokenizer = make(tmp_path, WITHOUT_BOS)
     assert tokenizer.encode_messages(HI) == [72, 73]
     assert tokenizer.encode_text("HI") == [72, 73]
-
-
-def test_template_inside_the_config_and_in_a_list(tmp_path: Path) -> None:
-    for value in (WITHOUT_BOS, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": WITHOUT_BOS}]):
-        write_tokenizer(tmp_path)
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
-        assert Tokenizer(tmp_path, None, {}).encode_messages(HI) == [72, 73]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "rag", "template": ""}]}))
-    with pytest.raises(BundleError, match="default"):
-        Tokenizer(tmp_path, None, {})
-
-
-def test_separate_file_wins_over_the_config(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, template=WITHOUT_BOS)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
-    assert Tokenizer(tmp_path, None, {}).encode_messages(HI) == [72, 73]
 
 
 def test_template_arguments_of_the_pair_and_of_the_request(tmp_path: Path) -> None:
@@ -111,4 +95,4 @@ def test_raise_exception_keeps_its_words() -> None:
 def test_broken_tokenizer_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BundleError, match=r"tokenizer\.json"):
-        Tokenizer(tmp_path, None, {})
+        Tokenizer(tmp_path, TextFacts([], None, False, {}, {}))

@@ -296,8 +296,6 @@ def write_tokenizer(folder: Path, *, adds_bos: bool = False, template: str | Non
         tk.post_processor = tokenizers.processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     folder.mkdir(parents=True, exist_ok=True)
     tk.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
@@ -353,7 +351,7 @@ def write_bundle(
         target=_target_facts(sizes, target),
         drafter=facts,
         taps=TapFacts(list(sizes.taps), "drafter"),
-        text=TextFacts(list(sizes.stop_token_ids), BOS, template is not None, {}),
+        text=TextFacts(list(sizes.stop_token_ids), BOS, template is not None, {}, {"bos_token": "<bos>"}),
         weights=weights,
         files=file_facts(root, names),
         checks=[],

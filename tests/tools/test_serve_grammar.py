@@ -10,6 +10,7 @@ import pytest
 from tiny_bundle import Sizes, write_bundle, write_tokenizer
 
 from dflash_runtime import Bundle, DFlashError
+from dflash_runtime.bundle import TextFacts
 from dflash_runtime.generation import Sampling
 from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools.serve_chooser import Logits, ServedChooser
@@ -99,7 +100,7 @@ def test_only_committed_tokens_keep_their_scores() -> None:
 
 def test_tokens_leave_with_their_text(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    shown = ShownTokens(TokenTexts(Tokenizer(tmp_path, None, {})), [EOS])
+    shown = ShownTokens(TokenTexts(Tokenizer(tmp_path, TextFacts([], None, False, {}, {}))), [EOS])
     scored = [ScoredToken(token, -1.0, [(EOS, -2.0)]) for token in [*"aé!z".encode(), EOS]]
     assert [t.token for t in shown.until(scored[:2], 1)] == ["a", "\ufffd"]
     first = shown.until(scored, 2)

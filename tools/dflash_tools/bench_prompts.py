@@ -171,9 +171,5 @@ def thinking_words(template: str | None, args: dict[str, Any]) -> str:
 
 def template_text(bundle: Bundle) -> str | None:
     """Source of the bundle's chat template; None where it has none."""
-    folder = bundle.path / "tokenizer"
-    file, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = json.loads(settings.read_text(encoding="utf-8")).get("chat_template") if settings.is_file() else None
-    return None if found is None else json.dumps(found)
+    path = bundle.path / "tokenizer" / "chat_template.jinja"
+    return path.read_text(encoding="utf-8") if path.is_file() else None

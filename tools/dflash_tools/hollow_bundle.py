@@ -91,7 +91,7 @@ def write_hollow_bundle(
             sum(math.prod(shape) for shape in own.values()), drafter.block_size, drafter.mask_token_id, *graphs,
         ),
         taps=TapFacts(list(drafter.target_layer_ids), "drafter"),
-        text=TextFacts([], None, False, {}),
+        text=TextFacts([], None, False, {}, {}),
         weights=weights,
         files={},
         checks=[],

@@ -94,7 +94,7 @@ def rendered_by(tokenizer: Tokenizer, prompt: Any) -> str:
     """The text a bundle gives its tokenizer for a prompt."""
     if tokenizer._template is None:
         return prompt if isinstance(prompt, str) else ""
-    return tokenizer._template.render(messages_of(prompt), {**tokenizer._specials, **tokenizer._template_args})
+    return tokenizer._template.render(messages_of(prompt), tokenizer._variables)
 
 
 def drafting_facts(bundle: Bundle, facts: ReferenceFacts) -> list[Fact]:
