@@ -7,8 +7,7 @@ from dflash_runtime.errors import (
     ParityError, PromptError, UnsupportedModelError,
 )
 from dflash_runtime.generation import GenerationConfig, GenerationResult
-from dflash_runtime.request import TextPieces
-from dflash_runtime.session import Session
+from dflash_runtime.session import Session, TextPieces
 
 __all__ = [
     "BackendError", "Bundle", "BundleError", "CheckpointError", "DFlashError", "EngineError", "GenerationConfig",

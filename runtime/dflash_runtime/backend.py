@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import BackendError
@@ -43,11 +43,11 @@ class Backend(Protocol):
     def verify(self, block: Sequence[int], position: int) -> list[int]:
         """Runs the target over anchor and proposals; returns its token after each, -1 where not finite."""
 
-    def logits(self, rows: int) -> npt.NDArray[Any]:
-        """[rows, V] in fp32: what the last `prefill` (1 row) or `verify` scored; the next call overwrites it."""
+    def outputs(self, kind: Literal["target", "drafter"], rows: int) -> dict[str, npt.NDArray[Any]]:
+        """What a graph put out in its last call, [rows, ...] each, by name; its next call overwrites it.
 
-    def draft_outputs(self, rows: int) -> dict[str, npt.NDArray[Any]]:
-        """All that the drafter's graph said of the last block, [rows, ...] each, by name; a draft overwrites it."""
+        The target's has `logits` in fp32, of 1 row after a `prefill`; the drafter's is all that it says of a block.
+        """
 
     def append_context(self, rows: int, position: int) -> None:
         """Gives the drafter the taps of the last target call; without a drafter there is nothing to give."""
@@ -61,7 +61,7 @@ class CandidateSource(Backend, Protocol):
     """A backend from which a row of logits is dear to fetch, and its likeliest tokens are not."""
 
     def candidates(self, rows: int, temperature: float) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-        """What is likeliest of what `logits` gives: ids and logits, [rows, K].
+        """What is likeliest of the target's logits: ids and logits, [rows, K].
 
         The third is [rows], the sum of exp((logit - largest) / temperature) over a row; NaN where one is not finite.
         """

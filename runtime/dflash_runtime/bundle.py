@@ -40,8 +40,8 @@ class TensorFacts:
     """Integers are fixed; strings are the letters B, S, T, R, b of the graph contract."""
 
     def array_form(self, rows: int) -> tuple[list[int], str]:
-        """Sizes of what comes out for `rows` rows, without the batch, and NumPy's name of the type."""
-        return [rows if isinstance(d, str) else d for d in self.shape[1:]], {"F32": "f4", "I64": "i8"}[self.dtype]
+        """Sizes of what comes out for `rows` rows, without the batch, and NumPy's name of the type, floats in fp32."""
+        return [rows if isinstance(d, str) else d for d in self.shape[1:]], "i8" if self.dtype == "I64" else "f4"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,11 +82,11 @@ class DeviceBackend:
         self._numbers, item = DeviceNumbers(device, rows, mask_token_id), _ITEM_BYTES[record.execution_precision]
         self._caches = {key: DeviceCaches(device, s, item, layouts) for key, s in states.items()}
         self.buffers = self._bind(partial(weights, device, bundle))
-        scores = next(o for o in manifest.target.graph.outputs if o.name == "logits")
-        if scores.dtype != "F32":
-            raise EngineError(f"The target's logits are {scores.dtype}, and tokens are chosen from fp32. {remedy}")
-        outputs = {"target": [scores], "candidates": row_outputs(manifest.target.vocab_size),
+        outputs = {"target": [o for o in manifest.target.graph.outputs if o.name == "logits"],
+                   "candidates": row_outputs(manifest.target.vocab_size),
                    "drafter": [] if manifest.drafter is None else manifest.drafter.graph.outputs}  # fmt: skip
+        if narrow := [o.name for kind in outputs.values() for o in kind if o.dtype not in ("F32", "I64")]:
+            raise EngineError(f"{', '.join(narrow)} are narrower than fp32, and tokens are chosen from fp32. {remedy}")
         self._fetched = {kind: [(io, device.host_memory(self.buffers[kind][io.name].size_bytes)) for io in all_of_it]
                          for kind, all_of_it in outputs.items()}  # fmt: skip
         self._captured: dict[int, Callable[[], None]] = {}
@@ -143,20 +143,23 @@ class DeviceBackend:
         """See `Backend.verify`."""
         return self._run_target(block, position, range(len(block)))
 
-    def logits(self, rows: int) -> Array:
-        """See `Backend.logits`."""
-        return self._fetch("target", rows)["logits"]
-
-    def draft_outputs(self, rows: int) -> dict[str, Array]:
-        """See `Backend.draft_outputs`."""
-        return self._fetch("drafter", rows)
+    def outputs(self, kind: str, rows: int) -> dict[str, Array]:
+        """See `Backend.outputs`."""
+        found = dict[str, Array]()
+        for io, host in self._fetched[kind]:
+            sizes, dtype = io.array_form(rows)
+            piece = host[: math.prod(sizes) * np.dtype(dtype).itemsize]
+            self.device.download(piece, self.buffers[kind][io.name].address)
+            found[io.name] = piece.view(dtype).reshape(sizes)
+        self._numbers.wait()
+        return found
 
     def candidates(self, rows: int, temperature: float) -> tuple[Array, Array, Array]:
         """See `CandidateSource.candidates`."""
         self._numbers.say_temperature(temperature)
         graph = self._graphs["candidates"]
         graph.enqueue(graph.pick(rows, 0, 0))
-        found = self._fetch("candidates", rows)
+        found = self.outputs("candidates", rows)
         return found["candidate_ids"], found["candidate_values"], found["candidate_total"]
 
     def append_context(self, rows: int, position: int) -> None:
@@ -214,17 +217,6 @@ class DeviceBackend:
     def _append_and_advance(self, block_size: int) -> None:
         self.append_context(block_size, self._position)
         self._numbers.advance()
-
-    def _fetch(self, kind: str, rows: int) -> dict[str, Array]:
-        """The first rows of what a graph put out, by name."""
-        found = dict[str, Array]()
-        for io, host in self._fetched[kind]:
-            sizes, dtype = io.array_form(rows)
-            piece = host[: math.prod(sizes) * np.dtype(dtype).itemsize]
-            self.device.download(piece, self.buffers[kind][io.name].address)
-            found[io.name] = piece.view(dtype).reshape(sizes)
-        self._numbers.wait()
-        return found
 
     def _run_target(self, ids: Sequence[int], position: int, logit_rows: Sequence[int]) -> list[int]:
         self._numbers.say(ids, position, logit_rows)

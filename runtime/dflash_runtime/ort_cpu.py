@@ -33,16 +33,13 @@ class OrtCpuBackend:
         self._ids = np.zeros((1, rows), np.int64)
         self._position = np.zeros(1, np.int64)
         self._logit_rows = np.zeros(rows, np.int64)
-        self._tokens = np.zeros((1, rows), np.int64)
-        (tap_width,) = (int(output.shape[-1]) for output in manifest.target.graph.outputs if output.name == "taps")
-        self._logits = np.zeros((1, rows, manifest.target.vocab_size), np.float32)
-        self._taps = np.zeros((1, rows, tap_width), np.float32)
-        self._waiting = np.zeros((1, rows, tap_width), np.float32)
+        self._outputs = {"target": _arrays(manifest.target.graph, rows)}
+        self._taps = self._outputs["target"]["taps"]
+        self._waiting = np.zeros_like(self._taps)
         self._waiting_rows = self._waiting_end = 0  # tap rows of plain steps, not yet appended
         self._target_state = _allocate(manifest.target.graph.state, capacity, {})
         self._drafter_state: dict[str, Array] = {}
         self._ring_rows = RingRows(record.rings.values())
-        self._draft_outputs: dict[str, Array] = {}
         opener = _Opener(bundle, record, threads)
         self._target = _Graph(opener, manifest.target.graph, self._target_state)
         self._context = self._drafter = None
@@ -50,8 +47,7 @@ class OrtCpuBackend:
             self._mask_token_id = drafter.mask_token_id
             rings = {name: ring.rows for name, ring in record.rings.items()}
             self._drafter_state = _allocate(drafter.context_graph.state, capacity, rings)
-            forms = {facts.name: facts.array_form(max(manifest.block_sizes) - 1) for facts in drafter.graph.outputs}
-            self._draft_outputs = {name: np.zeros((1, *sizes), dtype) for name, (sizes, dtype) in forms.items()}
+            self._outputs["drafter"] = _arrays(drafter.graph, max(manifest.block_sizes) - 1)
             self._context = _Graph(opener, drafter.context_graph, self._drafter_state)
             self._drafter = _Graph(opener, drafter.graph, self._drafter_state)
         self._weights = opener.weights
@@ -77,24 +73,20 @@ class OrtCpuBackend:
         """See `Backend.verify`."""
         return self._run_target(block, position, range(len(block)))
 
-    def logits(self, rows: int) -> Array:
-        """See `Backend.logits`."""
-        return np.asarray(self._logits[0, :rows])
-
     def draft(self, anchor: int, block_size: int, position: int) -> list[int]:
         """See `Backend.draft`."""
         if self._drafter is None:
             raise BackendError("The bundle has no drafter, so nothing can be drafted. Use block size 1.")
         self._append_waiting()
         self._ring_rows.wrote(position + block_size)
-        ids, found = self._ids[:, :block_size], {n: a[:, : block_size - 1] for n, a in self._draft_outputs.items()}
+        ids, found = self._ids[:, :block_size], {n: a[:, : block_size - 1] for n, a in self._outputs["drafter"].items()}
         ids[0, 0], ids[0, 1:], self._position[0] = anchor, self._mask_token_id, position
         self._drafter.run({"input_ids": ids, "position": self._position}, found)
         return [int(token) for token in found["draft_ids"][0]]
 
-    def draft_outputs(self, rows: int) -> dict[str, Array]:
-        """See `Backend.draft_outputs`."""
-        return {name: array[0, :rows] for name, array in self._draft_outputs.items()}
+    def outputs(self, kind: str, rows: int) -> dict[str, Array]:
+        """See `Backend.outputs`."""
+        return {name: array[0, :rows] for name, array in self._outputs[kind].items()}
 
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`. Rows of plain steps wait for the next draft: many cost little more than one."""
@@ -119,13 +111,13 @@ class OrtCpuBackend:
             self._context.run({"taps": self._waiting[:, :rows], "position": self._position}, {})
 
     def _run_target(self, ids: Sequence[int], position: int, logit_rows: Sequence[int]) -> list[int]:
-        count, wanted = len(ids), len(logit_rows)
+        count, wanted, outputs = len(ids), len(logit_rows), self._outputs["target"]
         self._ids[0, :count], self._position[0], self._logit_rows[:wanted] = ids, position, logit_rows
         self._target.run(
             {"input_ids": self._ids[:, :count], "position": self._position, "logit_rows": self._logit_rows[:wanted]},
-            {"token_ids": self._tokens[:, :wanted], "taps": self._taps[:, :count], "logits": self._logits[:, :wanted]},
+            {name: array[:, : count if name == "taps" else wanted] for name, array in outputs.items()},
         )
-        found: list[int] = self._tokens[0, :wanted].tolist()
+        found: list[int] = outputs["token_ids"][0, :wanted].tolist()
         self._not_finite |= min(found) < 0
         return found
 
@@ -195,6 +187,12 @@ class _Graph:
             for name, array in arrays.items():
                 bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         return binding
+
+
+def _arrays(graph: GraphFacts, rows: int) -> dict[str, Array]:
+    """Room for what a graph puts out for that many rows."""
+    forms = {facts.name: facts.array_form(rows) for facts in graph.outputs}
+    return {name: np.zeros((1, *sizes), dtype) for name, (sizes, dtype) in forms.items()}
 
 
 def _allocate(state: list[StateTensor], capacity: int, rings: Mapping[str, int]) -> dict[str, Array]:

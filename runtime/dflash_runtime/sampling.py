@@ -81,7 +81,7 @@ class TokenChooser:
         """`choose` by what the backend scored last; of a device as little is fetched as is enough."""
         own_way = type(self).choose is not TokenChooser.choose
         if own_way or self._sampling.needs_full_rows or not isinstance(backend, CandidateSource):
-            return self.choose(backend.logits(rows), proposed, position)
+            return self.choose(backend.outputs("target", rows)["logits"], proposed, position)
         return self._follow(self._candidate_rows(backend, rows), proposed, position)
 
     def choose(self, logits: Array, proposed: Sequence[int], position: int) -> list[int]:
@@ -148,12 +148,12 @@ class TokenChooser:
             if np.isfinite(total) and scores.min() < low == high:  # others are at most as likely as the last of these
                 yield ids[scores >= low], scores[scores >= low]
             else:
-                logits = source.logits(rows) if logits is None else logits
+                logits = source.outputs("target", rows)["logits"] if logits is None else logits
                 yield self._kept(logits[i])
 
     def _draft_rows(self, backend: Backend, rows: int, chosen: Sequence[int]) -> Iterator[Kept | None]:
         """What proposals are drawn from, one after the other: `chosen` grows in between."""
-        found = backend.draft_outputs(rows)
+        found = backend.outputs("drafter", rows)
         for i in range(rows):
             if "draft_edges" not in found:
                 yield self._kept(found["draft_logits"][i], *found.get("draft_vocabulary", ()))

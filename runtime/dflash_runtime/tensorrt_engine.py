@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import mmap
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from dflash_runtime.device_engine import EngineProfile
 from dflash_runtime.errors import EngineError
 from dflash_runtime.kernel_cache import KernelCache
 
-_PACKAGES = {"tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), "tensorrt-rtx": ("tensorrt-rtx",)}
-
 
 class TensorRTEngines:
     """Opens engine files; ModuleNotFoundError where `backend`, tensorrt or tensorrt-rtx, is not installed."""
@@ -26,7 +23,7 @@ class TensorRTEngines:
 
     def __init__(self, backend: str) -> None:
         self._trt: Any = importlib.import_module(backend.replace("-", "_"))
-        self.version: str | None = _version(backend, self._trt)
+        self.version: str | None = str(self._trt.__version__)
         self._log = self._trt.Logger(self._trt.Logger.WARNING)
         self._runtime: Any = None
         self._kernels: KernelCache | None = None
@@ -103,12 +100,3 @@ class TensorRTContext:
         if not self._context.execute_async_v3(self._stream):
             raise EngineError(f"TensorRT cannot run {self._what}; its own message is above.")
 
-
-def _version(backend: str, module: Any) -> str:
-    """As the builder states it: of the package, or on a Jetson, whose TensorRT has none, of the module."""
-    for package in _PACKAGES[backend]:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return str(module.__version__)

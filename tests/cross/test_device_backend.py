@@ -7,6 +7,7 @@ import itertools
 import random
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -128,13 +129,12 @@ class Fetched:
     """Counts what a session fetches to choose tokens."""
 
     def __init__(self, opened: Opened, patch: pytest.MonkeyPatch) -> None:
-        self.counts = {"candidates": 0, "logits": 0}
-        for name in self.counts:
-            patch.setattr(opened.backend, name, partial(self._count, name, getattr(opened.backend, name)))
+        self.counts = Counter[str]()
+        patch.setattr(opened.backend, "outputs", partial(self._count, opened.backend.outputs))
 
-    def _count(self, name: str, true: Any, *arguments: Any) -> Any:
-        self.counts[name] += 1
-        return true(*arguments)
+    def _count(self, true: Any, kind: str, rows: int) -> Any:
+        self.counts[kind] += 1
+        return true(kind, rows)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_candidates_are_enough_and_the_text_is_the_same(
     fetched = Fetched(opened, monkeypatch)
     options = {"temperature": 0.8, "seed": 4, "block_size": 8, **options}
     assert opened.tokens(prompt_of(8), **options) == expected(prompt_of(8), **options)
-    assert fetched.counts["candidates"] > 3 and fetched.counts["logits"] == 0
+    assert fetched.counts["candidates"] > 3 and fetched.counts["target"] == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 128}, {"top_p": 0.999}], ids=str)
@@ -157,7 +157,7 @@ def test_where_candidates_are_not_enough_rows_are_fetched(
     fetched = Fetched(opened, monkeypatch)
     options = {"temperature": 3.0, "seed": 4, "block_size": 4, **options}
     assert opened.tokens(prompt_of(8), **options) == expected(prompt_of(8), **options)
-    assert fetched.counts["candidates"] >= fetched.counts["logits"] > 3
+    assert fetched.counts["candidates"] >= fetched.counts["target"] > 3
 
 
 @pytest.mark.parametrize("options", [{"min_p": 0.05}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}], ids=str)
@@ -168,7 +168,7 @@ def test_with_other_processors_no_candidates_are_asked_for(
     fetched = Fetched(opened, monkeypatch)
     options = {"temperature": temperature, "top_k": 20, "seed": 4, "block_size": 8, **options}
     assert opened.tokens(prompt_of(8), **options) == expected(prompt_of(8), **options)
-    assert fetched.counts["candidates"] == 0 < fetched.counts["logits"]
+    assert fetched.counts["candidates"] == 0 < fetched.counts["target"]
 
 
 @pytest.mark.parametrize("kind", ["coupled", "sampled"])

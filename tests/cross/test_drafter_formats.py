@@ -122,7 +122,7 @@ def test_every_round_is_that_of_the_same_weights_in_zlab_format(once: Once, name
                  for how in ({"plain": True}, {"proposals": "coupled"})]  # fmt: skip
         assert texts[0] == texts[1]
         drawn = session.generate([5], dataclasses.replace(options, proposals="sampled"))
-        drafted: Any = session._backend.draft_outputs(3)
+        drafted: Any = session._backend.outputs("drafter", 3)
     if name == "speculators-reduced":
         assert max(proposed) > 96  # ids of the target, not rows of the drafter's head
         (vocabulary,) = drafted["draft_vocabulary"]

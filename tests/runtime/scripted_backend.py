@@ -7,7 +7,7 @@ target, neither more nor fewer.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy.typing as npt
 
@@ -67,11 +67,8 @@ class ScriptedBackend:
             drafts.append((true + 1) % VOCAB if place in self.errors_at else true)
         return drafts
 
-    def logits(self, rows: int) -> npt.NDArray[Any]:
-        raise AssertionError("greedy decoding asks for no logits")
-
-    def draft_outputs(self, rows: int) -> dict[str, npt.NDArray[Any]]:
-        raise AssertionError("greedy decoding draws no proposals")
+    def outputs(self, kind: Literal["target", "drafter"], rows: int) -> dict[str, npt.NDArray[Any]]:
+        raise AssertionError("greedy decoding asks for no logits and draws no proposals")
 
     def append_context(self, rows: int, position: int) -> None:
         self.calls.append(("append", rows, position))

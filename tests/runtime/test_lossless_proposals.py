@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -34,11 +34,8 @@ Scores = np.ndarray[Any, np.dtype[np.float64]]
 class Backend:
     """A target and a drafter whose scores do not depend on the text: what a place is drawn from is known."""
 
-    def draft_outputs(self, rows: int) -> dict[str, Any]:
-        return {"draft_logits": DRAFT[:rows]}
-
-    def logits(self, rows: int) -> Any:
-        return TARGET[:rows]
+    def outputs(self, kind: Literal["target", "drafter"], rows: int) -> dict[str, Any]:
+        return {"logits": TARGET[:rows]} if kind == "target" else {"draft_logits": DRAFT[:rows]}
 
 
 def expected(options: dict[str, Any], before: Sequence[int], row: Any) -> Scores:

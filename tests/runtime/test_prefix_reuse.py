@@ -15,7 +15,8 @@ import pytest
 from scripted_backend import VOCAB, LateBackend, ScriptedBackend, greedy
 from tiny_bundle import Sizes, write_bundle
 
-from dflash_runtime import GenerationConfig, GenerationResult, NumericsError, PromptError, Session, request
+import dflash_runtime.session as sessions
+from dflash_runtime import GenerationConfig, GenerationResult, NumericsError, PromptError, Session, TextPieces
 from dflash_runtime.bundle import Bundle, StateTensor
 from dflash_runtime.errors import EngineError
 from dflash_runtime.ort_cpu import OrtCpuBackend
@@ -315,8 +316,8 @@ def test_a_backend_may_keep_less(tiny: Path) -> None:
 
 
 def keeps_one_row_too_many(patch: pytest.MonkeyPatch) -> None:
-    true = request._kept_rows
-    patch.setattr(request, "_kept_rows", lambda known, prompt: min(true(known, prompt) + 1, len(prompt) - 1))
+    true = sessions._kept_rows
+    patch.setattr(sessions, "_kept_rows", lambda known, prompt: min(true(known, prompt) + 1, len(prompt) - 1))
 
 
 def forgets_the_drafters_rows(patch: pytest.MonkeyPatch) -> None:
@@ -341,8 +342,8 @@ def drops_the_taps_of_plain_steps(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_the_newest_too(patch: pytest.MonkeyPatch) -> None:
-    true = request._kept_rows
-    patch.setattr(request, "_kept_rows", lambda known, prompt: true([*known, -1], prompt))
+    true = sessions._kept_rows
+    patch.setattr(sessions, "_kept_rows", lambda known, prompt: true([*known, -1], prompt))
 
 
 @pytest.mark.parametrize("fault", [keeps_one_row_too_many, counts_the_newest_too])
@@ -370,7 +371,7 @@ def test_missing_rows_of_the_drafter_show(wide: Path, monkeypatch: pytest.Monkey
 
 def test_reuse_after_an_error_would_show(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter's context append fails, and what is remembered is what was there before."""
-    true = request.TextPieces._next_round
+    true = TextPieces._next_round
 
     def next_round(self: Any) -> Any:
         before = list(self.known_ids)
@@ -380,7 +381,7 @@ def test_reuse_after_an_error_would_show(tiny: Path, monkeypatch: pytest.MonkeyP
             self.known_ids = [*before, -1]
             raise
 
-    monkeypatch.setattr(request.TextPieces, "_next_round", next_round)
+    monkeypatch.setattr(TextPieces, "_next_round", next_round)
     toy = ScriptedBackend(max_context=96)
     with scripted_session(tiny, toy) as session:
         append, calls = toy.append_context, []

@@ -75,14 +75,15 @@ def test_drawn_proposals_need_no_temperature(shared: Session) -> None:
 def test_drafters_scores_that_are_not_finite_propose_nothing(
     shared: Session, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = OrtCpuBackend.draft_outputs
+    true = OrtCpuBackend.outputs
 
-    def broken(backend: OrtCpuBackend, rows: int) -> dict[str, Any]:
-        found = {name: array.copy() for name, array in true(backend, rows).items()}
-        found["draft_logits"][1:, 5] = np.nan
+    def broken(backend: OrtCpuBackend, kind: str, rows: int) -> dict[str, Any]:
+        found = {name: array.copy() for name, array in true(backend, kind, rows).items()}
+        if kind == "drafter":
+            found["draft_logits"][1:, 5] = np.nan
         return found
 
-    monkeypatch.setattr(OrtCpuBackend, "draft_outputs", broken)
+    monkeypatch.setattr(OrtCpuBackend, "outputs", broken)
     found = ask(shared, temperature=0.7, seed=1, proposals=kind, block_size=4)
     assert {len(proposed) for proposed in found.proposed_ids} == {1}
     if kind == "coupled":
@@ -98,7 +99,7 @@ def _joint(session: Session, prompt: list[int], count: int) -> dict[tuple[int, .
         return {(): 1.0}
     session._backend.reset()
     session._backend.prefill(prompt, 0)
-    scores = session._backend.logits(1)[0].astype(np.float64) / NARROW["temperature"]
+    scores = session._backend.outputs("target", 1)["logits"][0].astype(np.float64) / NARROW["temperature"]
     kept = scores >= np.sort(scores)[-4]
     chances = np.where(kept, np.exp(scores - scores.max()), 0)
     chances /= chances.sum()
@@ -189,7 +190,7 @@ def _compare_first_tokens(session: Session, count: int) -> None:
     backend = session._backend
     backend.reset()
     backend.prefill(PROMPT, 0)
-    scores = backend.logits(1)[0].astype(np.float64) / 0.5
+    scores = backend.outputs("target", 1)["logits"][0].astype(np.float64) / 0.5
     expected = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
     drawn = [ask(session, temperature=0.5, seed=s, max_new_tokens=1).token_ids[0] for s in range(count)]
     found = np.bincount(drawn, minlength=len(expected))

@@ -17,12 +17,12 @@ from tiny_bundle import Sizes, write_bundle
 TIMEOUT_S = 60.0
 SLOW_ROUNDS = """
 import time
-import dflash_runtime.request as request
-true = request.TextPieces._next_round
+import dflash_runtime.session as session
+true = session.TextPieces._next_round
 def slow(self):
     time.sleep(0.15)
     return true(self)
-request.TextPieces._next_round = slow
+session.TextPieces._next_round = slow
 """
 
 

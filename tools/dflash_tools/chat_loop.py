@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dflash_runtime.cycles import Round
 from dflash_runtime.errors import DFlashError, PromptError
 from dflash_runtime.generation import GenerationConfig
-from dflash_runtime.request import TextPieces
-from dflash_runtime.session import Session
+from dflash_runtime.session import Session, TextPieces
 from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools.chat_blocks import BlockPainter
 from dflash_tools.chat_screen import ChatScreen, Interruption

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -83,14 +83,12 @@ class ProbeBackend:
         self._drafted = self.probe.draft(block, position)
         return [int(token) for token in self._drafted["draft_ids"][:, 0]]
 
-    def logits(self, rows: int) -> Array:
-        """See `Backend.logits`."""
+    def outputs(self, kind: Literal["target", "drafter"], rows: int) -> dict[str, Array]:
+        """See `Backend.outputs`."""
+        if kind == "drafter":
+            return {name: array[:rows] for name, array in self._drafted.items()}
         assert self._logits is not None, "nothing was scored yet"
-        return self._logits[-rows:]
-
-    def draft_outputs(self, rows: int) -> dict[str, Array]:
-        """See `Backend.draft_outputs`."""
-        return {name: array[:rows] for name, array in self._drafted.items()}
+        return {"logits": self._logits[-rows:]}
 
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`."""

@@ -8,7 +8,7 @@ the host, because nothing stands between the two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy.typing as npt
 
@@ -73,13 +73,9 @@ class ScriptedBackend:
         """See `Backend.verify`."""
         return self._backend.verify(block, position)
 
-    def logits(self, rows: int) -> npt.NDArray[Any]:
-        """See `Backend.logits`."""
-        return self._backend.logits(rows)
-
-    def draft_outputs(self, rows: int) -> dict[str, npt.NDArray[Any]]:
-        """See `Backend.draft_outputs`."""
-        return self._backend.draft_outputs(rows)
+    def outputs(self, kind: Literal["target", "drafter"], rows: int) -> dict[str, npt.NDArray[Any]]:
+        """See `Backend.outputs`."""
+        return self._backend.outputs(kind, rows)
 
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`."""

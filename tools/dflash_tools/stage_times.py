@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy.typing as npt
 
@@ -63,13 +63,9 @@ class TimedBackend:
         self._note("verify", len(block), started)
         return said
 
-    def logits(self, rows: int) -> npt.NDArray[Any]:
-        """See `Backend.logits`."""
-        return self._backend.logits(rows)
-
-    def draft_outputs(self, rows: int) -> dict[str, npt.NDArray[Any]]:
-        """See `Backend.draft_outputs`."""
-        return self._backend.draft_outputs(rows)
+    def outputs(self, kind: Literal["target", "drafter"], rows: int) -> dict[str, npt.NDArray[Any]]:
+        """See `Backend.outputs`."""
+        return self._backend.outputs(kind, rows)
 
     def append_context(self, rows: int, position: int) -> None:
         """See `Backend.append_context`."""
