@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from dflash_engines.engine_place import replace_folder
 from dflash_runtime.bundle import Bundle, file_facts
-from dflash_runtime.engine_record import ENGINE_SCHEMA_VERSION, EngineRecord, HostEngineRecord, engine_folder
+from dflash_runtime.engine_record import EngineRecord, HostEngineRecord, engine_folder
 from dflash_runtime.errors import OutputError
 from dflash_runtime.weights import weights_given_by_name
 from dflash_runtime.window_rings import Ring
@@ -59,7 +59,7 @@ def host_record(bundle: Bundle, backend: str, names: Sequence[str], versions: di
                 rings: dict[str, Ring], folder: Path) -> HostEngineRecord:
     """The record of graphs for the CPU; each has the name of the portable graph it was made from."""
     return HostEngineRecord(
-        schema_version=ENGINE_SCHEMA_VERSION,
+        schema_version=HostEngineRecord.SCHEMA_VERSION,
         backend=backend,
         source={name: bundle.manifest.files[name].sha256 for name in names},
         files=file_facts(folder, names),

@@ -32,13 +32,11 @@ from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.weight_inputs import WeightInputsPass, read_weight_inputs
 from dflash_runtime.bundle import Bundle, GraphKind, file_facts
 from dflash_runtime.device_engine import (
-    DEVICE_ENGINE_SCHEMA_VERSION,
     STOP_ID_SLOTS,
     BoundWeight,
     DeviceEngineRecord,
     GraphEngine,
     check_device_engine,
-    read_device_engine,
 )
 from dflash_runtime.engine_record import engine_folder
 from dflash_runtime.errors import EngineError
@@ -123,7 +121,7 @@ def write_graphs(bundle: Bundle, lowered: Mapping[str, ir.Model], versions: dict
     return write_engine(
         bundle, BACKEND, {names[kind]: model for kind, model in lowered.items()},
         lambda folder: DeviceEngineRecord(
-            DEVICE_ENGINE_SCHEMA_VERSION, BACKEND, source, file_facts(folder, names.values()), precision, versions,
+            DeviceEngineRecord.SCHEMA_VERSION, BACKEND, source, file_facts(folder, names.values()), precision, versions,
             None, None, "fused", "shared", capacity, block_sizes, _CHUNK_TOKENS, engines,
         ),
     )  # fmt: skip
@@ -132,7 +130,7 @@ def write_graphs(bundle: Bundle, lowered: Mapping[str, ir.Model], versions: dict
 def _fitting_record(bundle: Bundle) -> DeviceEngineRecord | None:
     """What lies there; None where it is missing, damaged or of other graphs, each a reason to make it anew."""
     try:
-        record = read_device_engine(engine_folder(bundle, BACKEND), "")
+        record = DeviceEngineRecord.read(engine_folder(bundle, BACKEND), "")
         check_device_engine(record, bundle, tensorrt_version=None, compute_capability="", remedy="")
     except EngineError:
         return None

@@ -23,7 +23,6 @@ from dflash_runtime.device_engine import (
     EngineProfile,
     GraphEngine,
     device_tag,
-    read_device_engine,
 )
 from dflash_runtime.engine_record import ENGINE_RECORD_NAME
 from dflash_runtime.errors import EngineError
@@ -145,7 +144,7 @@ def _present(folder: Path) -> DeviceEngineRecord | None:
     if not (folder / ENGINE_RECORD_NAME).is_file():
         return None
     try:
-        return read_device_engine(folder, "They are made anew.")
+        return DeviceEngineRecord.read(folder, "They are made anew.")
     except EngineError:
         return None
 

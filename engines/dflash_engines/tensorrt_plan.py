@@ -25,7 +25,6 @@ from dflash_engines.tensorrt_versions import VersionRow
 from dflash_engines.timing_cache import TimingCache
 from dflash_runtime.bundle import Bundle, file_facts
 from dflash_runtime.device_engine import (
-    DEVICE_ENGINE_SCHEMA_VERSION,
     DeviceEngineRecord,
     EngineProfile,
     GraphEngine,
@@ -220,7 +219,7 @@ class EnginePlan:
         manifest = self.bundle.manifest
         files = file_facts(folder, [engine.file for engine in engines])
         return DeviceEngineRecord(
-            schema_version=DEVICE_ENGINE_SCHEMA_VERSION,
+            schema_version=DeviceEngineRecord.SCHEMA_VERSION,
             backend=self.options.backend,
             tensorrt_version=self.tensorrt_version,
             compute_capability=self.compute_capability,

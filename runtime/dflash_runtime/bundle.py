@@ -261,12 +261,9 @@ def read_record(kind: type[Record], path: Path, schema_version: int) -> Record:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BundleError(f"{path} is no valid JSON ({error}). Copy or build it again.") from error
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if not isinstance(version, int):
-        raise BundleError(f"{path} has no schema_version; this program did not write it.")
-    if version != schema_version:
-        hint = "Update dflash-export" if version > schema_version else "Build it again"
-        raise BundleError(f"{path} has schema version {version}, this program reads {schema_version}. {hint}.")
+    if (version := data.get("schema_version") if isinstance(data, dict) else None) != schema_version:
+        raise BundleError(f"{path} has schema version {version}, this program reads {schema_version}. Build it again, "
+                          "or update dflash-export where it is newer.")
     return typing.cast(Record, decode(kind, data, str(path)))
 
 

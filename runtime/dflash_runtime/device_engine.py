@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_runtime.bundle import Bundle, TensorFacts, cache_root
-from dflash_runtime.engine_record import ENGINE_RECORD_NAME, EngineRecord, read_engine, source_problems
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME, EngineRecord, source_problems
 from dflash_runtime.errors import EngineError
 
-DEVICE_ENGINE_SCHEMA_VERSION = 2
 STOP_ID_SLOTS = 32
 """Stop ids that the acceptance engine compares with; -2 fills those that are not needed."""
 
@@ -71,6 +70,8 @@ class GraphEngine:
 class DeviceEngineRecord(EngineRecord):
     """That of a folder of engines for `ort-cuda`, `tensorrt` or `tensorrt-rtx`."""
 
+    SCHEMA_VERSION = 2
+
     tensorrt_version: str | None
     compute_capability: str | None
     """Of the GPU the engines run on, `8.9`; both None for graphs that ONNX Runtime opens, which fit any GPU."""
@@ -95,12 +96,6 @@ def engine_folders(bundle: Bundle, tag: str) -> list[Path]:
     return [bundle.path / "engines" / tag, cache_root() / "engines" / bundle.cache_key() / tag]
 
 
-def read_device_engine(folder: Path, remedy: str) -> DeviceEngineRecord:
-    """The record in `folder`; arguments and errors are those of `read_engine`."""
-    record: DeviceEngineRecord = read_engine(DeviceEngineRecord, folder, DEVICE_ENGINE_SCHEMA_VERSION, remedy)
-    return record
-
-
 def find_device_engine(
     name: str, bundle: Bundle, modes: Sequence[str], tensorrt_version: str | None, compute_capability: str, remedy: str
 ) -> tuple[Path, DeviceEngineRecord]:
@@ -113,7 +108,7 @@ def find_device_engine(
     own = [folder for mode in modes for folder in engine_folders(bundle, device_tag(name, made_for, mode))]
     others = sorted((bundle.path / "engines").glob(f"{name}-sm*"))  # their record says what they are for
     folder = next((folder for folder in (*own, *others) if (folder / ENGINE_RECORD_NAME).is_file()), own[0])
-    record = read_device_engine(folder, remedy)
+    record = DeviceEngineRecord.read(folder, remedy)
     check_device_engine(record, bundle, tensorrt_version=tensorrt_version, compute_capability=compute_capability,
                         remedy=remedy)  # fmt: skip
     return folder, record

@@ -6,20 +6,22 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from dflash_runtime.bundle import Bundle, FileFacts, compare_files, read_record, write_text_atomically
 from dflash_runtime.errors import BundleError, EngineError
 from dflash_runtime.window_rings import Ring
 
-ENGINE_SCHEMA_VERSION = 1
 ENGINE_RECORD_NAME = "engine.json"
+Kind = TypeVar("Kind", bound="EngineRecord")
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineRecord:
     """What every `engine.json` says."""
 
+    SCHEMA_VERSION = 0
+    """Each kind has its own."""
     schema_version: int
     backend: str
     source: dict[str, str]
@@ -31,6 +33,27 @@ class EngineRecord:
     versions: dict[str, str]
     """Packages that made it."""
 
+    @classmethod
+    def read(cls: type[Kind], folder: Path, remedy: str) -> Kind:
+        """Reads the record in `folder` and compares the engine's files with it.
+
+        `remedy` is the command that makes the engine, for messages.
+
+        Raises:
+            EngineError: no record, an unreadable one, or files that are missing, short or altered.
+        """
+        path = folder / ENGINE_RECORD_NAME
+        if not path.is_file():
+            raise EngineError(f"There is no engine in {folder} ({path.name} is missing). {remedy}")
+        try:
+            record = read_record(cls, path, cls.SCHEMA_VERSION)
+        except BundleError as error:
+            raise EngineError(f"{path} cannot be read: {error} {remedy}") from error
+        problems, _ = compare_files({name: folder / name for name in record.files}, record.files, {})
+        if problems:
+            raise EngineError(f"The engine in {folder} cannot be used: {'; '.join(problems)}. {remedy}")
+        return record
+
     def write(self, folder: Path) -> None:
         """Writes the record into `folder`, last of all files, so that a record means a complete engine."""
         write_text_atomically(folder / ENGINE_RECORD_NAME, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
@@ -39,6 +62,8 @@ class EngineRecord:
 @dataclasses.dataclass(frozen=True)
 class HostEngineRecord(EngineRecord):
     """That of lowered graphs for `ort-cpu`."""
+
+    SCHEMA_VERSION = 1
 
     folded_weights: dict[str, list[str]]
     """File -> weights from which its constants are computed when it is opened."""
@@ -61,7 +86,7 @@ def open_engine(bundle: Bundle, backend: str) -> HostEngineRecord:
     """
     folder = engine_folder(bundle, backend)
     remedy = f"Run: dflash-export engines {bundle.path} --backend {backend}"
-    record: HostEngineRecord = read_engine(HostEngineRecord, folder, ENGINE_SCHEMA_VERSION, remedy)
+    record = HostEngineRecord.read(folder, remedy)
     graphs = bundle.manifest.graph_files().values()
     problems = [f"it does not list {name}" for name in graphs if name not in record.files]
     problems += source_problems(bundle, record.source)
@@ -70,27 +95,6 @@ def open_engine(bundle: Bundle, backend: str) -> HostEngineRecord:
                  for name, ring in record.rings.items() if ring.rows < ring.window_tokens + block - 1]  # fmt: skip
     if record.backend != backend:
         problems.append(f"it was made for {record.backend}, not {backend}")
-    if problems:
-        raise EngineError(f"The engine in {folder} cannot be used: {'; '.join(problems)}. {remedy}")
-    return record
-
-
-def read_engine(kind: type[Any], folder: Path, schema_version: int, remedy: str) -> Any:
-    """Reads `engine.json` as `kind` and compares the engine's files with it.
-
-    `remedy` is the command that makes the engine, for messages.
-
-    Raises:
-        EngineError: no record, an unreadable one, or files that are missing, short or altered.
-    """
-    path = folder / ENGINE_RECORD_NAME
-    if not path.is_file():
-        raise EngineError(f"There is no engine in {folder} ({path.name} is missing). {remedy}")
-    try:
-        record = read_record(kind, path, schema_version)
-    except BundleError as error:
-        raise EngineError(f"{path} cannot be read: {error} {remedy}") from error
-    problems, _ = compare_files({name: folder / name for name in record.files}, record.files, {})
     if problems:
         raise EngineError(f"The engine in {folder} cannot be used: {'; '.join(problems)}. {remedy}")
     return record

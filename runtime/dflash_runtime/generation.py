@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from dflash_runtime.bundle import DrafterFacts, Manifest
+from dflash_runtime.bundle import Manifest
 from dflash_runtime.errors import PromptError
 
 PROPOSALS = ("argmax", "coupled", "sampled")
@@ -115,8 +115,6 @@ class GenerationConfig(Sampling):
         if manifest.drafter is None and given and not self.plain:
             remedy = "Leave it out, or add a drafter with: dflash-export add-drafter BUNDLE DRAFTER"
             raise PromptError(f"{given[0]} is given, but the bundle has no drafter. {remedy}")
-        if manifest.drafter is not None and not self.plain and self.temperature > 0 and self.proposals != "argmax":
-            _check_drafts(manifest.drafter, manifest.target.vocab_size)
         if self.block_size not in (None, "auto"):
             check_block_size("block_size", self.block_size, manifest)
 
@@ -153,16 +151,6 @@ def _checked(name: str, value: Any, low: float, high: float) -> Any:
         what = "a whole number" if whole else "a number"
         raise PromptError(f"{name} is {value!r} and must be {what} from {low:.12g} to {high:.12g}.")
     return value
-
-
-def _check_drafts(drafter: DrafterFacts, vocab_size: int) -> None:
-    """Raises PromptError where the drafter's graph does not say what tokens would have to be drawn from."""
-    widths = {output.name: output.shape[-1] for output in drafter.graph.outputs}
-    needed = ("draft_edges" if "DFlash2" in drafter.architecture else
-              "draft_logits" if widths["draft_logits"] == vocab_size else "draft_vocabulary")  # fmt: skip
-    if needed not in widths:
-        raise PromptError(f"Proposals cannot be drawn from {drafter.name}: its graph puts out {', '.join(widths)} and "
-                          f"not {needed}. Build the bundle again, or leave proposals at 'argmax'.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,8 +76,7 @@ class OrtCpuBackend:
 
     def draft(self, anchor: int, block_size: int, position: int) -> list[int]:
         """See `Backend.draft`."""
-        if self._drafter is None:
-            raise BackendError("The bundle has no drafter, so nothing can be drafted. Use block size 1.")
+        assert self._drafter is not None, "a bundle without a drafter is decoded plainly"
         self._append_waiting()
         self._ring_rows.wrote(position + block_size)
         ids, found = self._ids[:, :block_size], {n: a[:, : block_size - 1] for n, a in self._outputs["drafter"].items()}
@@ -151,17 +151,26 @@ class _Opener:
             options.add_external_initializers(folded, [self.weights[n] for n in folded])
         for name, value in self.weights.items():
             options.add_initializer(name, value)
-        path = engine_folder(self._bundle, self._record.backend) / file
-        try:
-            session = ort.InferenceSession(path.read_bytes(), options, providers=[_PROVIDER])
-        except Exception as error:  # onnxruntime's errors share no base class
-            raise EngineError(
-                f"ONNX Runtime {ort.__version__} cannot open {path}: {error} "
-                f"Run: dflash-export engines {self._bundle.path} --backend {self._record.backend}"
-            ) from error
-        if session.get_providers() != [_PROVIDER]:
-            raise BackendError(f"Asked ONNX Runtime for {_PROVIDER}, got {session.get_providers()}.")
-        return session
+        return open_graph(engine_folder(self._bundle, self._record.backend) / file, options, _PROVIDER, {})
+
+
+def open_graph(path: Path, options: ort.SessionOptions, provider: str, provider_options: Mapping[str, str]
+               ) -> ort.InferenceSession:
+    """A session of the graph in a file of engines, on one provider and no other.
+
+    Raises:
+        EngineError: ONNX Runtime does not open the graph, or would run a node on another provider.
+        BackendError: the provider is not used.
+    """
+    try:
+        session = ort.InferenceSession(path.read_bytes(), options, [(provider, dict(provider_options))])
+    except Exception as error:  # onnxruntime's errors share no base class
+        raise EngineError(f"ONNX Runtime {ort.__version__} cannot open {path} on {provider}: {error} Make the engines "
+                          "again with: dflash-export engines") from error
+    session.disable_fallback()
+    if session.get_providers()[0] != provider:
+        raise BackendError(f"Asked ONNX Runtime for {provider}, got {session.get_providers()}.")
+    return session
 
 
 class _Graph:

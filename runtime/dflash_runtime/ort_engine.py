@@ -12,7 +12,8 @@ import onnxruntime as ort
 
 from dflash_runtime.device import Buffer
 from dflash_runtime.device_engine import EngineProfile
-from dflash_runtime.errors import BackendError, EngineError
+from dflash_runtime.errors import BackendError
+from dflash_runtime.ort_cpu import open_graph
 
 # Older ones do not know attention that looks both ways in GroupQueryAttention, which a drafter's layers are.
 _OLDEST = (1, 30)
@@ -68,36 +69,23 @@ class OrtEngine:
         self._engines, self._path, self._profiles, self._stream = engines, path, profiles, stream
 
     def open_context(self, index: int, scratch: Buffer) -> OrtContext:
-        """See `Engine.open_context`.
-
-        Raises:
-            EngineError: ONNX Runtime does not open the graph, or would run a node on another provider.
-            BackendError: the provider is not used.
-        """
+        """See `Engine.open_context`; errors are those of `open_graph`."""
         profile = self._profiles[index]
         sizes = {"B": 1, "S": profile.rows, "b": profile.rows, "R": profile.logit_rows, "T": profile.capacity_rows}
         return OrtContext(self.open_session(sizes), {**sizes, "b-1": profile.rows - 1}, self._engines.memory)
 
     def open_session(self, sizes: Mapping[str, int]) -> Any:
-        """A session of the graph at these sizes of its dimensions; errors are those of `open_context`."""
+        """A session of the graph at these sizes of its dimensions; errors are those of `open_graph`."""
         options, provider = ort.SessionOptions(), self._engines.provider
         options.log_severity_level = 3
         options.intra_op_num_threads = options.inter_op_num_threads = 1
-        chosen: Any = provider
-        if self._engines.memory != "cpu":
+        on_gpu = self._engines.memory != "cpu"
+        if on_gpu:
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-            chosen = provider, {**_CUDA_OPTIONS, "user_compute_stream": str(self._stream)}
         for name, size in sizes.items():
             options.add_free_dimension_override_by_name(name, size)
-        try:
-            session = ort.InferenceSession(self._path.read_bytes(), options, providers=[chosen])
-        except Exception as error:  # onnxruntime's errors share no base class
-            raise EngineError(f"ONNX Runtime {ort.__version__} cannot open {self._path} on {provider}: {error} Make "
-                              "the engines again with: dflash-export engines") from error
-        session.disable_fallback()
-        if session.get_providers()[0] != provider:
-            raise BackendError(f"Asked ONNX Runtime for {provider}, got {session.get_providers()}.")
-        return session
+        stream = {**_CUDA_OPTIONS, "user_compute_stream": str(self._stream)} if on_gpu else {}
+        return open_graph(self._path, options, provider, stream)
 
 
 class OrtContext:

@@ -5,56 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\ufffd"
-_WINDOW_TOKENS = 16
-_LONGEST_WAIT_TOKENS = 64
+_LONGEST_WAIT_TOKENS = 48
 
 
 class TextStream:
     """Turns tokens into text piece by piece; the pieces joined are the text of all tokens.
 
     Decoding a token alone loses characters that span tokens and spaces that depend on the token before, and
-    decoding everything each time is quadratic. So a short window is decoded and the difference shown. Once a stop
-    string is complete, `stopped` is true and nothing more comes.
+    decoding everything each time is quadratic. So tokens are decoded behind those of the piece before, and the
+    difference is shown once it ends in a whole character. Once a stop string is complete, `stopped` is true and nothing
+    more comes.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop_strings: Sequence[str] = ()) -> None:
         self._decode, self._stop_strings = decode, stop_strings
-        self._window: list[int] = []
-        self._shown = 0  # characters of the window's text that have left
+        self._tokens: list[int] = []
+        self._shown = 0  # how many of the tokens have left as text
         self._held = ""  # text that may still become a stop string
         self.stopped = False
 
     def push(self, token: int) -> str:
         """Adds a token and returns the text that is certain now."""
-        self._window.append(token)
-        text = self._decode(self._window)
-        certain = len(text.rstrip(_REPLACEMENT))
-        if certain < len(text) and len(self._window) > _LONGEST_WAIT_TOKENS:
-            certain = len(text) - 1  # so many broken bytes are no character on its way
-        piece = text[self._shown : certain]
-        self._shown = max(self._shown, certain)
-        if len(self._window) > _WINDOW_TOKENS:
-            self._shrink_window(text)
+        self._tokens.append(token)
+        piece = self._new_text()
+        # So many broken bytes are no character on its way. Without text of its own a token is nobody's neighbour.
+        if not piece or (piece.endswith(_REPLACEMENT) and len(self._tokens) - self._shown < _LONGEST_WAIT_TOKENS):
+            return ""
+        self._tokens, self._shown = self._tokens[self._shown :], len(self._tokens) - self._shown
         return self._hold_back(piece)
 
     def finish(self) -> str:
         """The rest, when no token follows."""
-        rest = self._hold_back(self._decode(self._window)[self._shown :])
+        rest = self._hold_back(self._new_text())
         rest, self._held = rest + self._held, ""
         return rest
 
-    def _shrink_window(self, text: str) -> None:
-        # Cut only where both sides decode to whole characters and together to the same text, spaces included:
-        # the tokens kept are the left neighbours of what comes.
-        for keep in range(4, 8):
-            tail = self._decode(self._window[-keep:])
-            head = self._decode(self._window[:-keep])
-            whole = tail.strip(_REPLACEMENT) and not head.endswith(_REPLACEMENT)
-            hopeless = len(self._window) > _LONGEST_WAIT_TOKENS and head + tail == text
-            if hopeless or (whole and text.startswith(head) and text.endswith(tail)):
-                self._shown -= len(text) - len(tail)
-                self._window = self._window[-keep:]
-                return
+    def _new_text(self) -> str:
+        return self._decode(self._tokens)[len(self._decode(self._tokens[: self._shown])) :]
 
     def _hold_back(self, piece: str) -> str:
         if self.stopped:

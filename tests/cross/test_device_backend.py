@@ -25,7 +25,7 @@ from dflash_runtime.bundle import Bundle
 from dflash_runtime.decode import decode
 from dflash_runtime.device_backend import DeviceBackend, open_engines
 from dflash_runtime.device_caches import DeviceCaches
-from dflash_runtime.device_engine import read_device_engine
+from dflash_runtime.device_engine import DeviceEngineRecord
 from dflash_runtime.errors import BackendError, EngineError
 
 CONTEXT, CHUNK, BUILT, LAYOUTS = MAIN.max_context_tokens or 0, 32, [4, 8, 16], (32, 64)
@@ -53,7 +53,7 @@ class Opened:
     def __init__(self, bundle: Bundle, form: str, cuda_graphs: bool | None = False) -> None:
         self.device, self.form = RecordingDevice(), form
         folder = bundle.path / "engines" / f"{BACKENDS[form]}-sm89"
-        record = read_device_engine(folder, "none")
+        record = DeviceEngineRecord.read(folder, "none")
         self.backend = DeviceBackend(BACKENDS[form], bundle, self.device, folder, record, 128,
                                        cuda_graphs=cuda_graphs)  # fmt: skip
         self.session = Session(bundle, self.backend, None)
@@ -409,7 +409,7 @@ def test_short_contexts_read_short_caches(bundle: Bundle) -> None:
 
 def test_without_a_drafter(bundle: Bundle, expected: Any) -> None:
     folder = bundle.path / "engines" / "tensorrt-rtx-sm89"
-    record = read_device_engine(folder, "none")
+    record = DeviceEngineRecord.read(folder, "none")
     kinds = ("target", "acceptance", "candidates")
     alone = dataclasses.replace(record, engines=[engine for engine in record.engines if engine.kind in kinds])
     plain = Bundle(bundle.path, dataclasses.replace(bundle.manifest, drafter=None))

@@ -18,7 +18,7 @@ from dflash_runtime import GenerationConfig, PromptError, Session
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.device_backend import DeviceBackend
 from dflash_runtime.device_caches import DeviceCaches
-from dflash_runtime.device_engine import read_device_engine
+from dflash_runtime.device_engine import DeviceEngineRecord
 
 CONTEXT, LAYOUTS = MAIN.max_context_tokens or 0, (32, 64)
 FREE = GenerationConfig(max_new_tokens=20, stop_token_ids=())
@@ -34,7 +34,7 @@ def bundle(exported: Make, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 def open_device(bundle: Bundle, form: str) -> tuple[Session, RecordingDevice]:
     device, folder = RecordingDevice(), bundle.path / "engines" / f"{BACKENDS[form]}-sm89"
-    backend = DeviceBackend(BACKENDS[form], bundle, device, folder, read_device_engine(folder, "none"), 128)
+    backend = DeviceBackend(BACKENDS[form], bundle, device, folder, DeviceEngineRecord.read(folder, "none"), 128)
     return Session(bundle, backend, None), device
 
 

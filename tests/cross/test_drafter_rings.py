@@ -18,7 +18,7 @@ from pairs import AUTHOR_PAIRS, MAIN, Pair
 from dflash_engines import ort_cpu
 from dflash_runtime import GenerationConfig, GenerationResult, Session
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle
-from dflash_runtime.engine_record import ENGINE_SCHEMA_VERSION, HostEngineRecord, open_engine, read_engine
+from dflash_runtime.engine_record import HostEngineRecord, open_engine
 from dflash_runtime.errors import EngineError
 from dflash_runtime.ort_cpu import OrtCpuBackend
 from dflash_runtime.window_rings import Ring, RingRows
@@ -229,7 +229,7 @@ def test_a_ring_one_row_short_shows_and_is_refused(
     wrong = with_rings(ringed, tmp_path / "wrong", Ring(window, window + block - 2))
     with pytest.raises(EngineError, match=f"is a ring of {window + block - 2} rows, a block of {block} needs"):
         Session.open(wrong)
-    record = read_engine(HostEngineRecord, wrong / "engines" / "ort-cpu", ENGINE_SCHEMA_VERSION, "")
+    record = HostEngineRecord.read(wrong / "engines" / "ort-cpu", "")
     monkeypatch.setattr("dflash_runtime.ort_cpu.open_engine", lambda bundle, backend: record)
     lengths = range(30, 42)
     assert said(wrong, lengths) != said_whole(whole, monkeypatch, lengths)

@@ -17,7 +17,7 @@ from pairs import FULL, SLIDING, Pair, export_quickly, quiet
 
 from dflash_runtime import Bundle, ParityError
 from dflash_runtime.bundle import Manifest, file_facts, read_record
-from dflash_runtime.engine_record import ENGINE_SCHEMA_VERSION, HostEngineRecord, engine_folder
+from dflash_runtime.engine_record import HostEngineRecord, engine_folder
 from dflash_tools import pipeline
 
 UNTIED = Pair(
@@ -130,7 +130,7 @@ def test_a_faulty_engine_ends_the_build(pair_folder: Path, tmp_path: Path, monke
         lower(bundle)
         _rename(bundle.path, "engines/ort-cpu/drafter.onnx", "lm_head.weight", "model.embed_tokens.weight")
         folder = engine_folder(bundle, "ort-cpu")
-        record = read_record(HostEngineRecord, folder / "engine.json", ENGINE_SCHEMA_VERSION)
+        record = read_record(HostEngineRecord, folder / "engine.json", HostEngineRecord.SCHEMA_VERSION)
         dataclasses.replace(record, files=file_facts(folder, record.files)).write(folder)
 
     def export(plan: Any, root: Path, *_: Any) -> Manifest:

@@ -22,7 +22,7 @@ from dflash_runtime.bundle import Bundle
 from dflash_runtime.decode import decode
 from dflash_runtime.device import Buffer
 from dflash_runtime.device_backend import DeviceBackend, open_engines
-from dflash_runtime.device_engine import EngineProfile, read_device_engine
+from dflash_runtime.device_engine import DeviceEngineRecord, EngineProfile
 from dflash_runtime.device_weights import WeightPlaces, narrowed, upload_weights
 from dflash_runtime.ort_engine import OrtEngines
 from dflash_tools.gpu_check_device import read_taps
@@ -112,7 +112,7 @@ def test_a_wrong_weight_is_seen(bundle: Bundle) -> None:
 
     folder = bundle.path / "engines" / "ort-cuda"
     one = DeviceBackend("ort-cuda", bundle, RecordingDevice(tensorrt_version=None), folder,
-                        read_device_engine(folder, ""), CHUNK, weights=weights)
+                        DeviceEngineRecord.read(folder, ""), CHUNK, weights=weights)
     two = open_here(bundle)
     assert any(tokens(one, prompt, 1)[0] != tokens(two, prompt, 1)[0] for prompt in PROMPTS)
 

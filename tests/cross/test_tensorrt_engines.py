@@ -27,7 +27,7 @@ from dflash_engines.tensorrt_plan import EngineOptions
 from dflash_engines.tensorrt_versions import row_for
 from dflash_export.parity import require_passed
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.device_engine import check_device_engine, device_tag, engine_folders, read_device_engine
+from dflash_runtime.device_engine import DeviceEngineRecord, check_device_engine, device_tag, engine_folders
 from dflash_runtime.errors import EngineError, OutputError, ParityError
 from dflash_tools import lowered_check
 from dflash_tools.pipeline import build
@@ -86,7 +86,7 @@ def test_engines_for_each_gpu(pair: Pair, capability: str, bundle_of: Callable[[
         assert (built.folder / engine.file).stat().st_size == built.record.files[engine.file].size_bytes > 10_000
     stated = {w.weight for engine in built.record.engines for w in engine.weights}
     assert stated <= set(bundle.manifest.weights) and built.saved_bytes > 0
-    assert read_device_engine(built.folder, "") == built.record
+    assert DeviceEngineRecord.read(built.folder, "") == built.record
     assert not list(bundle.path.rglob("*partial*"))
 
 
@@ -209,7 +209,7 @@ def test_build_makes_engines_and_checks_what_they_are_built_from(
     report = build(BF16.options(tmp_path), tmp_path / "bundle", "ort-cpu", quiet, [asked])
     (built,) = report.engines
     assert built.folder == tmp_path / "bundle" / "engines" / "tensorrt-rtx-sm89"
-    assert read_device_engine(built.folder, "") == built.record
+    assert DeviceEngineRecord.read(built.folder, "") == built.record
     assert {"target logits", "target cache", "drafter draft_ids"} <= {
         row.tensor for row in report.manifest.checks if row.stage == "network" and row.passed
     }
@@ -264,7 +264,7 @@ def test_paths_nobody_wants(exported: Make, tmp_path: Path, monkeypatch: pytest.
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     built = build_engines(Bundle.open(root), options(weights_mode="embedded", use_cache=False))
-    assert read_device_engine(built.folder, "") == built.record
+    assert DeviceEngineRecord.read(built.folder, "") == built.record
     assert not list(elsewhere.iterdir()) and not list(root.glob(".*"))
 
 
@@ -280,7 +280,7 @@ def test_a_full_disk_leaves_the_engines_before(
     monkeypatch.setattr(tensorrt_engines.DeviceEngineRecord, "write", full)
     with pytest.raises(OutputError, match=r"cannot be written to .*: No space left on device"):
         build_engines(bundle, options(precision="fp16"))
-    assert read_device_engine(first.folder, "") == first.record
+    assert DeviceEngineRecord.read(first.folder, "") == first.record
     assert not list((bundle.path / "engines").glob(".partial-*"))
 
 
@@ -315,7 +315,7 @@ def test_damaged_engines(damage: Callable[[Path], Any], words: str, bundle_of: C
     built: BuiltEngines = build_engines(bundle_of(BF16), options())
     damage(built.folder)
     with pytest.raises(EngineError, match=f"{words}.*Run: X"):
-        read_device_engine(built.folder, "Run: X")
+        DeviceEngineRecord.read(built.folder, "Run: X")
 
 
 def flip_a_byte(path: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_killed_build_leaves_the_engines_before_it(bundle_of: Callable[[Pair],
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert read_device_engine(first.folder, "") == first.record
+    assert DeviceEngineRecord.read(first.folder, "") == first.record
     again = build_engines(bundle, options())
     assert again.reused == KINDS
     assert not list((bundle.path / "engines").glob(".partial-*"))  # the next one clears what a killed one left

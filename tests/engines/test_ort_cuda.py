@@ -19,7 +19,7 @@ from dflash_engines.candidates_graph import CANDIDATES, candidates_model
 from dflash_engines.half_precision import to_fp32
 from dflash_engines.ort_cuda import CUDA_CONTRIB_OPERATORS, CUDA_OPERATORS, lower_bundle, lower_model
 from dflash_engines.passes.graph_reading import HALF_TYPES
-from dflash_runtime.device_engine import read_device_engine
+from dflash_runtime.device_engine import DeviceEngineRecord
 from dflash_runtime.errors import EngineError
 
 CAPACITY = 48
@@ -189,7 +189,7 @@ def test_a_bundle_gets_graphs_whose_weights_are_inputs(tmp_path: Path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = write_small_bundle(tmp_path / "bundle", "bf16")
     record = lower_bundle(root, "fp16")
-    assert read_device_engine(root / "engines" / "ort-cuda", "") == record
+    assert DeviceEngineRecord.read(root / "engines" / "ort-cuda", "") == record
     assert record.execution_precision == "fp16"
     graph = ir.load(root / "engines" / "ort-cuda" / "target.onnx").graph
     names = [value.name for value in graph.inputs]

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.device_engine import read_device_engine
+from dflash_runtime.device_engine import DeviceEngineRecord
 from dflash_runtime.engine_record import engine_folder, open_engine
 from dflash_runtime.value_ranges import read_ranges
 from dflash_tools.bundle_summary import check_table, engine_names, summary_lines, total_bytes
@@ -52,7 +52,7 @@ def _verify_engine(bundle: Bundle, name: str) -> None:
     if name == "ort-cpu":
         open_engine(bundle, name)
     else:
-        read_device_engine(engine_folder(bundle, name), f"Run: dflash-export engines {bundle.path} --backend ...")
+        DeviceEngineRecord.read(engine_folder(bundle, name), f"Run: dflash-export engines {bundle.path} --backend ...")
 
 
 def _facts(bundle: Bundle, verified: list[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from dflash_runtime.bundle import Bundle, Manifest, SourceFacts, sha256_of
-from dflash_runtime.device_engine import BoundWeight, DeviceEngineRecord, read_device_engine
+from dflash_runtime.device_engine import BoundWeight, DeviceEngineRecord
 from dflash_runtime.errors import CheckpointError
 from dflash_runtime.weights import SIGNED_TRANSPOSED
 from dflash_tools import plan_formulas as formulas
@@ -74,7 +74,7 @@ def main(
             measured = measure_session(opened, threads)
         rows = list(compare(opened, shape, drafter_shape, measured))
     else:
-        record = read_device_engine(engines, f"Run: dflash-export engines {bundle} --backend BACKEND")
+        record = DeviceEngineRecord.read(engines, f"Run: dflash-export engines {bundle} --backend BACKEND")
         rows = list(compare_engines(opened, shape, drafter_shape, record))
     passed = all(row.passed for row in rows)
     if as_json:

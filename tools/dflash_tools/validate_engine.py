@@ -7,7 +7,7 @@ from typing import Protocol
 from dflash_runtime.backend import AVAILABLE, Backend, open_backend
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.device_backend import DeviceBackend
-from dflash_runtime.device_engine import read_device_engine
+from dflash_runtime.device_engine import DeviceEngineRecord
 from dflash_runtime.engine_record import open_engine
 from dflash_runtime.errors import BackendError, EngineError
 from dflash_tools.device_probe import DeviceProbe, engines_of
@@ -112,7 +112,8 @@ class DeviceEngine:
     def _opened(self) -> DeviceProbe:
         if self._probe is None:
             folder = engines_of(self.bundle, self.name, self._backend.device)
-            self._probe = DeviceProbe(self._backend, folder, read_device_engine(folder, "Build the engines again."))
+            record = DeviceEngineRecord.read(folder, "Build the engines again.")
+            self._probe = DeviceProbe(self._backend, folder, record)
         return self._probe
 
     def can_draft(self, size: int) -> bool:
