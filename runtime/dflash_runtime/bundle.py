@@ -290,9 +290,7 @@ def decode(kind: Any, data: Any, where: str) -> Any:
     if origin is dict and isinstance(data, dict):
         return {key: decode(args[1], value, f"{where}.{key}") for key, value in data.items()}
     if origin in (typing.Union, types.UnionType):
-        inner = [option for option in args if option is not type(None)]
-        if type(data) in args or len(inner) == 1:
-            return data if type(data) in args else decode(inner[0], data, where)
+        return data if type(data) in args else decode(args[0], data, where)  # `None` is last
     if kind is Any or (kind is float and type(data) is int) or type(data) is kind:
         return data
     wanted = "an object" if dataclasses.is_dataclass(kind) else getattr(kind, "__name__", str(kind))
@@ -346,7 +344,9 @@ class Bundle:
         Raises:
             BundleError: naming every file that is missing, short or altered.
         """
-        known = {} if full else _read_stamps(self._stamp_path())
+        known: dict[str, Any] = {}
+        with contextlib.suppress(OSError, TypeError, ValueError):  # an unreadable cache only means hashing again
+            known = {} if full else dict(json.loads(self._stamp_path().read_text(encoding="utf-8")))
         paths = {name: self.file(name) for name in self.manifest.files}
         problems, stamps = compare_files(paths, self.manifest.files, known)
         hashed = [name for name, stamp in stamps.items() if known.get(name) != stamp]
@@ -419,12 +419,3 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _read_stamps(path: Path) -> dict[str, Any]:
-    # A cache of what was hashed: an unreadable one only means hashing again.
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}

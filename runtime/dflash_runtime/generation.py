@@ -12,6 +12,7 @@ from dflash_runtime.errors import PromptError
 
 PROPOSALS = ("argmax", "coupled", "sampled")
 _LIMITS: dict[str, tuple[float, float]] = {
+    "max_new_tokens": (1, 2**63), "seed": (0, 2**64 - 1),
     "temperature": (0.0, 1e300), "top_k": (0, 2**63), "top_p": (1e-9, 1), "min_p": (0.0, 1),
     "repetition_penalty": (1e-9, 1e300), "presence_penalty": (-1e300, 1e300), "frequency_penalty": (-1e300, 1e300),
 }  # fmt: skip
@@ -19,8 +20,31 @@ _LIMITS: dict[str, tuple[float, float]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How tokens are chosen. The defaults are greedy decoding."""
+class GenerationConfig:
+    """Options of one request; without any it is decoded greedily."""
+
+    max_new_tokens: int = 128
+    block_size: int | Literal["auto"] | None = None
+    """Tokens in a block, anchor included: 8 drafts 7 tokens. None: what the drafter was trained for. `auto`: of the
+    bundle's block sizes and plain decoding, round by round, what commits most tokens per millisecond."""
+    plain: bool = False
+    """Decode without the drafter."""
+    raw: bool = False
+    """Text goes to the model as it is, without the chat template; so it does where the bundle has none."""
+    stop_strings: Sequence[str] = ()
+    """Texts that end the output; they are not part of it."""
+    stop_token_ids: Sequence[int] | None = None
+    """Replace the bundle's stop ids; an empty list never stops. None: the bundle's."""
+    template_args: Mapping[str, Any] | None = None
+    """Arguments for the chat template, over the bundle's own."""
+    block_schedule: Callable[[int], int] | None = None
+    """Block size of the n-th round, n from 0, instead of one size for all."""
+    chooser: Callable[[GenerationConfig, Sequence[int], int], Any] | None = None
+    """Makes the `TokenChooser` of the request, with the arguments of that: one that keeps scores, or rules tokens out.
+    What it says for a place may depend on the text before it alone; then the drafter changes nothing."""
+    reuse_prefix: bool = True
+    """Keep the rows of both models for the tokens this prompt begins with like the session's last request. They are
+    those of other calls than a new prefill's, so that sums may be rounded otherwise; False runs the whole prompt."""
 
     temperature: float = 0.0
     """0 takes the likeliest token; 1 samples the target's own distribution."""
@@ -46,17 +70,33 @@ class Sampling:
     rejection sampling. The target's distribution is kept by all; with `sampled` alone the text of a seed depends on
     the block sizes too, and so on time where these are `auto`."""
 
-    def check_sampling(self, vocab_size: int) -> None:
-        """Raises PromptError for the first option that makes no sense."""
+    def check(self, manifest: Manifest) -> None:
+        """Raises PromptError for the first option that cannot be used with this bundle."""
         for name, (low, high) in _LIMITS.items():
-            _checked(name, getattr(self, name), low, high)
-        if self.seed is not None:
-            _checked("seed", self.seed, 0, 2**64 - 1)
+            if (value := getattr(self, name)) is not None:
+                _checked(name, value, low, high)
         if self.proposals not in PROPOSALS:
             raise PromptError(f"proposals is {self.proposals!r} and must be one of {', '.join(PROPOSALS)}.")
+        vocab_size = manifest.target.vocab_size
         for token, bias in self.logit_bias.items():
             if not 0 <= token < vocab_size or not bias < math.inf:
                 raise PromptError(f"logit_bias has {token}: {bias}; ids go from 0 to {vocab_size - 1}.")
+        for option in ("plain", "raw", "reuse_prefix"):
+            if not isinstance(getattr(self, option), bool):
+                raise PromptError(f"{option} is {getattr(self, option)!r} and must be True or False.")
+        if isinstance(self.stop_strings, str) or not all(isinstance(s, str) and s for s in self.stop_strings):
+            raise PromptError(f"stop_strings is {self.stop_strings!r} and must be a list of texts, none empty.")
+        check_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
+        if self.template_args is not None and not isinstance(self.template_args, Mapping):
+            raise PromptError(f"template_args is {self.template_args!r} and must map names to values.")
+        given = [name for name in ("block_size", "block_schedule", "plain") if getattr(self, name) not in (None, False)]
+        if len(given) > 1:
+            raise PromptError(f"{' and '.join(given)} contradict each other; give one of them.")
+        if manifest.drafter is None and given and not self.plain:
+            remedy = "Leave it out, or add a drafter with: dflash-export add-drafter BUNDLE DRAFTER"
+            raise PromptError(f"{given[0]} is given, but the bundle has no drafter. {remedy}")
+        if self.block_size not in (None, "auto"):
+            check_block_size("block_size", self.block_size, manifest)
 
     @property
     def needs_logits(self) -> bool:
@@ -68,55 +108,6 @@ class Sampling:
         """Whether more is active than temperature, top-k and top-p: then no device picks tokens or candidates."""
         others = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1, self.min_p)
         return any(others) or bool(self.logit_bias)
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerationConfig(Sampling):
-    """Options of one request; those of `Sampling` say how tokens are chosen."""
-
-    max_new_tokens: int = 128
-    block_size: int | Literal["auto"] | None = None
-    """Tokens in a block, anchor included: 8 drafts 7 tokens. None: what the drafter was trained for. `auto`: of the
-    bundle's block sizes and plain decoding, round by round, what commits most tokens per millisecond."""
-    plain: bool = False
-    """Decode without the drafter."""
-    raw: bool = False
-    """Text goes to the model as it is, without the chat template; so it does where the bundle has none."""
-    stop_strings: Sequence[str] = ()
-    """Texts that end the output; they are not part of it."""
-    stop_token_ids: Sequence[int] | None = None
-    """Replace the bundle's stop ids; an empty list never stops. None: the bundle's."""
-    template_args: Mapping[str, Any] | None = None
-    """Arguments for the chat template, over the bundle's own."""
-    block_schedule: Callable[[int], int] | None = None
-    """Block size of the n-th round, n from 0, instead of one size for all."""
-    chooser: Callable[[Sampling, Sequence[int], int], Any] | None = None
-    """Makes the `TokenChooser` of the request, with the arguments of that: one that keeps scores, or rules tokens out.
-    What it says for a place may depend on the text before it alone; then the drafter changes nothing."""
-    reuse_prefix: bool = True
-    """Keep the rows of both models for the tokens this prompt begins with like the session's last request. They are
-    those of other calls than a new prefill's, so that sums may be rounded otherwise; False runs the whole prompt."""
-
-    def check(self, manifest: Manifest) -> None:
-        """Raises PromptError for the first option that cannot be used with this bundle."""
-        self.check_sampling(manifest.target.vocab_size)
-        _checked("max_new_tokens", self.max_new_tokens, 1, 2**63)
-        for option in ("plain", "raw", "reuse_prefix"):
-            if not isinstance(getattr(self, option), bool):
-                raise PromptError(f"{option} is {getattr(self, option)!r} and must be True or False.")
-        if isinstance(self.stop_strings, str) or not all(isinstance(s, str) and s for s in self.stop_strings):
-            raise PromptError(f"stop_strings is {self.stop_strings!r} and must be a list of texts, none empty.")
-        check_ids("stop_token_ids", self.stop_token_ids or (), manifest.target.vocab_size)
-        if self.template_args is not None and not isinstance(self.template_args, Mapping):
-            raise PromptError(f"template_args is {self.template_args!r} and must map names to values.")
-        given = [name for name in ("block_size", "block_schedule", "plain") if getattr(self, name) not in (None, False)]
-        if len(given) > 1:
-            raise PromptError(f"{' and '.join(given)} contradict each other; give one of them.")
-        if manifest.drafter is None and given and not self.plain:
-            remedy = "Leave it out, or add a drafter with: dflash-export add-drafter BUNDLE DRAFTER"
-            raise PromptError(f"{given[0]} is given, but the bundle has no drafter. {remedy}")
-        if self.block_size not in (None, "auto"):
-            check_block_size("block_size", self.block_size, manifest)
 
     def block_size_of(self, manifest: Manifest) -> Callable[[int], int]:
         """The block size of every round; 1 throughout for plain decoding."""

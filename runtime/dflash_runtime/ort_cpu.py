@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,21 @@ class OrtCpuBackend:
         self._target_state = _allocate(manifest.target.graph.state, capacity, {})
         self._drafter_state: dict[str, Array] = {}
         self._ring_rows = RingRows(record.rings.values())
-        opener = _Opener(bundle, record, threads)
-        self._target = _Graph(opener, manifest.target.graph, self._target_state)
+        # What target and drafter share is given to each session by name, and so is what must be widened: the
+        # same memory for all. ONNX Runtime reads the rest itself and lets go of what it has packed.
+        mapped, given = MappedWeights(bundle), weights_given_by_name(manifest, upcast=record.upcast)
+        self._weights = {name: ort.OrtValue.ortvalue_from_numpy(mapped.float32(name)) for name in given}
+        session_of = partial(_open, bundle, record, threads, self._weights)
+        self._target = _Graph(session_of(manifest.target.graph.file), manifest.target.graph, self._target_state)
         self._context = self._drafter = None
         if (drafter := manifest.drafter) is not None:
             self._mask_token_id = drafter.mask_token_id
             rings = {name: ring.rows for name, ring in record.rings.items()}
             self._drafter_state = _allocate(drafter.context_graph.state, capacity, rings)
             self._outputs["drafter"] = _arrays(drafter.graph, max(manifest.block_sizes) - 1)
-            self._context = _Graph(opener, drafter.context_graph, self._drafter_state)
-            self._drafter = _Graph(opener, drafter.graph, self._drafter_state)
-        self._weights = opener.weights
-        opener.mapped.drop_pages()  # read once to be packed; only embedding rows are needed from now on
+            self._context = _Graph(session_of(drafter.context_graph.file), drafter.context_graph, self._drafter_state)
+            self._drafter = _Graph(session_of(drafter.graph.file), drafter.graph, self._drafter_state)
+        mapped.drop_pages()  # read once to be packed; only embedding rows are needed from now on
         self._not_finite = False
 
     def reset(self, kept_rows: int = 0) -> int:
@@ -122,36 +126,27 @@ class OrtCpuBackend:
         return found
 
 
-class _Opener:
-    """Opens engine graphs as ONNX Runtime sessions with the same options and weights."""
-
-    def __init__(self, bundle: Bundle, record: HostEngineRecord, threads: int | None) -> None:
-        self._bundle, self._record, self._threads = bundle, record, threads
-        # What target and drafter share is given to each session by name, and so is what must be widened: the
-        # same memory for all. ONNX Runtime reads the rest itself and lets go of what it has packed.
-        self.mapped = MappedWeights(bundle)
-        names = weights_given_by_name(bundle.manifest, upcast=record.upcast)
-        self.weights = {n: ort.OrtValue.ortvalue_from_numpy(self.mapped.float32(n)) for n in names}
-
-    def open(self, file: str) -> ort.InferenceSession:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = self._threads or 0, 1
-        options.log_severity_level = 3
-        # Three sessions take turns: a pool that goes on spinning after its turn steals the cores from the next.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        weights_root = str(self._bundle.path.resolve())
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", weights_root)
-        if self._record.upcast:
-            # Packing the matrices for speed would hold a second copy of what is widened already; the kernels of
-            # quantised ones compute nothing fast without it, and free what they have packed.
-            if not self._bundle.manifest.quantized:
-                options.add_session_config_entry("session.disable_prepacking", "1")
-            # Weights that constants are folded from must be there before the graph is optimised.
-            folded = self._record.folded_weights.get(file, [])
-            options.add_external_initializers(folded, [self.weights[n] for n in folded])
-        for name, value in self.weights.items():
-            options.add_initializer(name, value)
-        return open_graph(engine_folder(self._bundle, self._record.backend) / file, options, _PROVIDER, {})
+def _open(bundle: Bundle, record: HostEngineRecord, threads: int | None, weights: Mapping[str, ort.OrtValue], file: str
+          ) -> ort.InferenceSession:
+    """A session of one of the engine's graphs; all have the same options and weights."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads or 0, 1
+    options.log_severity_level = 3
+    # Three sessions take turns: a pool that goes on spinning after its turn steals the cores from the next.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    weights_root = str(bundle.path.resolve())
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", weights_root)
+    if record.upcast:
+        # Packing the matrices for speed would hold a second copy of what is widened already; the kernels of
+        # quantised ones compute nothing fast without it, and free what they have packed.
+        if not bundle.manifest.quantized:
+            options.add_session_config_entry("session.disable_prepacking", "1")
+        # Weights that constants are folded from must be there before the graph is optimised.
+        folded = record.folded_weights.get(file, [])
+        options.add_external_initializers(folded, [weights[n] for n in folded])
+    for name, value in weights.items():
+        options.add_initializer(name, value)
+    return open_graph(engine_folder(bundle, record.backend) / file, options, _PROVIDER, {})
 
 
 def open_graph(path: Path, options: ort.SessionOptions, provider: str, provider_options: Mapping[str, str]
@@ -176,8 +171,8 @@ def open_graph(path: Path, options: ort.SessionOptions, provider: str, provider_
 class _Graph:
     """A session whose I/O tensors are bound to fixed buffers, once per buffer and number of rows."""
 
-    def __init__(self, opener: _Opener, facts: GraphFacts, state: dict[str, Array]) -> None:
-        self._session, self._facts, self._state = opener.open(facts.file), facts, state
+    def __init__(self, session: ort.InferenceSession, facts: GraphFacts, state: dict[str, Array]) -> None:
+        self._session, self._facts, self._state = session, facts, state
         self._bindings: dict[tuple[tuple[int, ...], ...], ort.IOBinding] = {}  # by addresses and shapes
 
     def run(self, inputs: dict[str, Array], outputs: dict[str, Array]) -> None:

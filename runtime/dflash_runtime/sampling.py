@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_runtime.backend import Backend, CandidateSource
-from dflash_runtime.generation import Sampling
+from dflash_runtime.generation import GenerationConfig
 
 Array = npt.NDArray[Any]
 Kept = tuple[Array, Array]
@@ -37,7 +37,7 @@ class TokenChooser:
         vocab_size: Tokens the target has scores for.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, sampling: GenerationConfig, prompt: Sequence[int], vocab_size: int) -> None:
         self._sampling = sampling
         self.seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         (self._key,) = _random(np.zeros(1, np.uint64), np.uint64(self.seed))
@@ -53,7 +53,7 @@ class TokenChooser:
         np.add.at(self._answered, list(tokens), 1)
 
     def propose(self, backend: Backend, likeliest: list[int], position: int) -> list[int]:
-        """What to propose: the drafter's likeliest tokens, or others drawn where `Sampling.proposals` asks for it.
+        """What to propose: the drafter's likeliest tokens, or others drawn where the request asks for it.
 
         Args:
             backend: Has just drafted.
@@ -164,12 +164,12 @@ class TokenChooser:
             yield (ids[i], _cooled(scores, self._sampling)) if np.isfinite(scores).all() else None
 
 
-def _cooled(scores: Array, sampling: Sampling) -> Array:
+def _cooled(scores: Array, sampling: GenerationConfig) -> Array:
     """Divided by the temperature; the largest is 0."""
     return (scores.astype(np.float64) - float(scores.max())) / sampling.temperature
 
 
-def _least(scores: Array, sampling: Sampling, total: float | None = None) -> float:
+def _least(scores: Array, sampling: GenerationConfig, total: float | None = None) -> float:
     """The smallest score that top-k, top-p and min-p leave, one after the other, of cooled ones.
 
     `total` is the sum of the powers of all scores, where more tokens have one than are given.

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from dflash_runtime import sampling
-from dflash_runtime.sampling import Sampling, TokenChooser
+from dflash_runtime import GenerationConfig, sampling
+from dflash_runtime.sampling import TokenChooser
 
 V, PLACE = 7, 20
 RANDOM = np.random.default_rng(8)
@@ -40,7 +40,7 @@ class Backend:
 
 def expected(options: dict[str, Any], before: Sequence[int], row: Any) -> Scores:
     """The distribution of a row behind tokens of the answer, written down once more and slowly."""
-    one = Sampling(**{"temperature": 1.0, **options})
+    one = GenerationConfig(**{"temperature": 1.0, **options})
     scores = [float(x) + one.logit_bias.get(i, 0.0) for i, x in enumerate(row)]
     for i in range(V):
         if i in PROMPT or i in before:
@@ -62,7 +62,8 @@ class Noiseless:
 
     def __init__(self, patch: pytest.MonkeyPatch, options: dict[str, Any], kind: str,
                  make: type[TokenChooser] = TokenChooser) -> None:
-        self.chooser = make(Sampling(**{"temperature": 1.0, "seed": 1, "proposals": kind, **options}), PROMPT, V)
+        given = {"temperature": 1.0, "seed": 1, "proposals": kind, **options}
+        self.chooser = make(GenerationConfig(**given), PROMPT, V)
         self.drawn: list[Scores] = []
         self.say: list[int] = []
         self.numbers: list[float] = [0.0] * 3
@@ -178,7 +179,7 @@ def _not_renormalised(p: Any, q: Any) -> Any:
 
 def _counts(kind: str, options: dict[str, Any], count: int, make: type[TokenChooser] = TokenChooser) -> list[Any]:
     """How often each token was committed as first, second and third of a block."""
-    one = make(Sampling(**{"temperature": 1.0, "seed": 5, "proposals": kind, **options}), PROMPT, V)
+    one = make(GenerationConfig(**{"temperature": 1.0, "seed": 5, "proposals": kind, **options}), PROMPT, V)
     found, likeliest = np.zeros((3, V), int), DRAFT.argmax(-1).tolist()
     for n in range(count):
         proposed = one.propose(Backend(), likeliest, 3 * n)  # type: ignore[arg-type]

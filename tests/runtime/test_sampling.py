@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dflash_runtime.errors import PromptError
-from dflash_runtime.sampling import Sampling, TokenChooser
+from dflash_runtime import Bundle, GenerationConfig, PromptError
+from dflash_runtime.sampling import TokenChooser
 
 VOCAB = 24
 LOGITS = np.random.default_rng(5).normal(size=(1, VOCAB)).astype(np.float32) * 2
 
 
 def chooser(prompt: tuple[int, ...] = (1, 2), **options: Any) -> TokenChooser:
-    return TokenChooser(Sampling(**options), prompt, VOCAB)
+    return TokenChooser(GenerationConfig(**options), prompt, VOCAB)
 
 
 def frequencies(count: int, logits: np.ndarray = LOGITS, **options: Any) -> np.ndarray:
@@ -57,13 +58,13 @@ def test_a_biased_draw_shows() -> None:
 )  # fmt: skip
 def test_filters_and_their_order_are_those_of_transformers(options: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig as TheirConfig
     from transformers.generation.logits_process import LogitsProcessorList, SequenceBiasLogitsProcessor
     from transformers.generation.utils import GenerationMixin
 
     prompt, options = (1, 2, 7, 7, 11), {"temperature": 1.0, **options}
     theirs = {name: value for name, value in options.items() if name != "logit_bias"}
-    config = GenerationConfig(do_sample=True, **{"top_k": 0, "top_p": 1.0, **theirs})
+    config = TheirConfig(do_sample=True, **{"top_k": 0, "top_p": 1.0, **theirs})
     processors = LogitsProcessorList()
     if "logit_bias" in options:
         processors.append(SequenceBiasLogitsProcessor({(t,): float(b) for t, b in options["logit_bias"].items()}))
@@ -71,7 +72,7 @@ def test_filters_and_their_order_are_those_of_transformers(options: dict[str, An
     processors += holder._get_logits_processor(generation_config=config, input_ids_seq_length=len(prompt), device="cpu")
     scores = processors(torch.tensor([prompt]), torch.from_numpy(LOGITS.copy()))
     expected = torch.softmax(scores.double(), -1)[0].numpy()
-    one = TokenChooser(Sampling(seed=11, **options), prompt, VOCAB)
+    one = TokenChooser(GenerationConfig(seed=11, **options), prompt, VOCAB)
     count = 4000
     drawn = np.bincount([one.choose(LOGITS, [], n)[0] for n in range(count)], minlength=VOCAB) / count
     assert chi_square(drawn, expected, count) < 60
@@ -94,12 +95,12 @@ def test_places_and_seeds_share_no_noise() -> None:
     """Of equal scores the noise alone decides; a shifted copy would walk through the vocabulary in equal steps."""
     flat, places = np.zeros((1, 4096), np.float32), range(40)
     for seed in (0, 1, 2**63):
-        one = TokenChooser(Sampling(temperature=1.0, seed=seed), (1,), 4096)
+        one = TokenChooser(GenerationConfig(temperature=1.0, seed=seed), (1,), 4096)
         drawn = [one.choose(flat, [], place)[0] for place in places]
         steps = np.diff(drawn) % 4096
         assert len(set(steps.tolist())) > len(steps) - 3 and len(set(drawn)) > 35
-    two = TokenChooser(Sampling(temperature=1.0, seed=1), (1,), 4096)
-    other = TokenChooser(Sampling(temperature=1.0, seed=0), (1,), 4096)
+    two = TokenChooser(GenerationConfig(temperature=1.0, seed=1), (1,), 4096)
+    other = TokenChooser(GenerationConfig(temperature=1.0, seed=0), (1,), 4096)
     assert sum(two.choose(flat, [], p) == other.choose(flat, [], p + d) for p in places for d in (-1, 0, 1) if p) < 3
 
 
@@ -135,11 +136,11 @@ def test_rows_that_are_not_finite_choose_nothing(broken: float, temperature: flo
 
 
 def test_the_graphs_argmax_is_enough_for_greedy_decoding_alone() -> None:
-    assert not Sampling().needs_logits and not Sampling(top_k=3, top_p=0.5).needs_logits
+    assert not GenerationConfig().needs_logits and not GenerationConfig(top_k=3, top_p=0.5).needs_logits
     for options in ({"temperature": 0.1}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1},
                     {"frequency_penalty": -1.0}, {"logit_bias": {1: 2.0}}, {"min_p": 0.1}):  # fmt: skip
-        assert Sampling(**options).needs_logits  # type: ignore[arg-type]
-        assert Sampling(**options).needs_full_rows == ("temperature" not in options)  # type: ignore[arg-type]
+        assert GenerationConfig(**options).needs_logits  # type: ignore[arg-type]
+        assert GenerationConfig(**options).needs_full_rows == ("temperature" not in options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -148,10 +149,10 @@ def test_the_graphs_argmax_is_enough_for_greedy_decoding_alone() -> None:
         ({"temperature": -1.0}, "temperature is -1.0"), ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": 0.0}, "top_p is 0.0"), ({"top_p": 1.5}, "top_p"), ({"min_p": 2.0}, "min_p"),
         ({"top_k": -1}, "top_k is -1"), ({"top_k": 1.5}, "top_k"), ({"seed": -3}, "seed"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty"), ({"logit_bias": {99: 1.0}}, "99"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"), ({"logit_bias": {999_999: 1.0}}, "999999"),
         ({"logit_bias": {3: float("inf")}}, "3: inf"), ({"proposals": "greedy"}, "argmax, coupled, sampled"),
     ],
 )  # fmt: skip
-def test_options_that_make_no_sense(options: dict[str, Any], named: str) -> None:
+def test_options_that_make_no_sense(tiny: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(PromptError, match=named):
-        Sampling(**options).check_sampling(VOCAB)
+        GenerationConfig(**options).check(Bundle.open(tiny).manifest)

@@ -11,7 +11,7 @@ from tiny_bundle import Sizes, write_bundle, write_tokenizer
 
 from dflash_runtime import Bundle, DFlashError
 from dflash_runtime.bundle import TextFacts
-from dflash_runtime.generation import Sampling
+from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools.serve_chooser import Logits, ServedChooser
 from dflash_tools.serve_errors import ApiError
@@ -58,14 +58,14 @@ def test_rows_behind_a_proposal_that_may_not_come_are_not_asked_for(grammars: Js
     ruled = grammar.rule_out(given, [*b'"z'])
     assert [allowed(row) for row in ruled[:2]] == [{'"'}, {"a"}]
     assert (ruled[2] == given[2]).all()
-    chooser = ServedChooser(Sampling(), [1], 264, top_logprobs=None, grammar=grammar)
+    chooser = ServedChooser(GenerationConfig(), [1], 264, top_logprobs=None, grammar=grammar)
     assert chooser.choose(given, [*b'"z'], 1)[:2] == [*b'"a']
 
 
 def test_scores_that_are_not_finite_stay_so(grammars: JsonGrammars) -> None:
     given = rows(1)
     given[0, 5] = np.nan  # of a token that may not come
-    chooser = ServedChooser(Sampling(), [1], 264, top_logprobs=2, grammar=grammars.compile(SCHEMA))
+    chooser = ServedChooser(GenerationConfig(), [1], 264, top_logprobs=2, grammar=grammars.compile(SCHEMA))
     assert chooser.choose(given, [], 1) == [-1]
 
 
@@ -87,7 +87,7 @@ def test_a_bundle_without_stop_tokens_writes_no_json(tmp_path: Path) -> None:
 
 
 def test_only_committed_tokens_keep_their_scores() -> None:
-    chooser = ServedChooser(Sampling(), [1], 264, top_logprobs=2, grammar=None)
+    chooser = ServedChooser(GenerationConfig(), [1], 264, top_logprobs=2, grammar=None)
     given = rows(4)
     likeliest = given.argmax(axis=1).tolist()
     assert chooser.choose(given, [likeliest[0], likeliest[1] + 1, 7], 1) == likeliest[:2]

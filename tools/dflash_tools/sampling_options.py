@@ -28,7 +28,7 @@ _OPTIONS = (
 
 
 def sampling_options(command: Command) -> Command:
-    """Adds the options of `dflash_runtime.sampling.Sampling`, under their names there."""
+    """Adds the options of `GenerationConfig` that say how tokens are chosen, under their names there."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_runtime.cycles import accept
-from dflash_runtime.generation import Sampling
+from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.sampling import TokenChooser
 from dflash_tools.serve_jobs import ScoredToken
 
@@ -40,7 +40,7 @@ class ServedChooser(TokenChooser):
         grammar: What the answer must follow.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab_size: int, *, top_logprobs: int | None,
+    def __init__(self, sampling: GenerationConfig, prompt: Sequence[int], vocab_size: int, *, top_logprobs: int | None,
                  grammar: Grammar | None) -> None:
         super().__init__(sampling, prompt, vocab_size)
         self._top_logprobs, self._grammar = top_logprobs, grammar

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.generation import GenerationConfig, Sampling
+from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.sampling import TokenChooser
 from dflash_runtime.session import Session
 from dflash_runtime.tokenizer import Tokenizer
@@ -128,8 +128,8 @@ class LoadedBundle:
         size = self._block_size(prompt_tokens + wanted // 2)
         return dataclasses.replace(config, block_size=size.block_size, plain=size.plain)
 
-    def _chooser(self, question: Question, choosers: list[ServedChooser], sampling: Sampling, prompt: Sequence[int],
-                 vocab_size: int) -> TokenChooser:  # fmt: skip
+    def _chooser(self, question: Question, choosers: list[ServedChooser], sampling: GenerationConfig,
+                 prompt: Sequence[int], vocab_size: int) -> TokenChooser:  # fmt: skip
         grammar = None if question.json_schema is None else self._grammars.compile(question.json_schema)
         top = question.top_logprobs
         choosers.append(ServedChooser(sampling, prompt, vocab_size, top_logprobs=top, grammar=grammar))
