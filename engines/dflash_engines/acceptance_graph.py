@@ -1,6 +1,6 @@
 """Acceptance as a small integer graph, so that cycles of draft and verify can follow each other on the device.
 
-It is `cycles.accept` and `cycles.cut` in operators of opset 20. Between two cycles the host then need
+It is `decode.accept` and `decode.cut` in operators of opset 20. Between two cycles the host then need
 not look: the anchor and the position of the next one are outputs, and a cycle that starts after the end (its anchor
 is a stop token, or there is no room) commits nothing.
 """

@@ -11,10 +11,9 @@ from typing import TypeVar
 import onnx_ir as ir
 
 from dflash_engines.engine_place import replace_folder
-from dflash_runtime.bundle import Bundle, file_facts
+from dflash_runtime.bundle import Bundle, Manifest, file_facts
 from dflash_runtime.engine_record import EngineRecord, HostEngineRecord, engine_folder
 from dflash_runtime.errors import OutputError
-from dflash_runtime.weights import weights_given_by_name
 from dflash_runtime.window_rings import Ring
 
 AnyRecord = TypeVar("AnyRecord", bound=EngineRecord)
@@ -67,8 +66,20 @@ def host_record(bundle: Bundle, backend: str, names: Sequence[str], versions: di
         execution_precision=precision,
         versions=versions,
         upcast=bundle.manifest.precision != precision,
+        given_weights=sorted(weights_given_by_name(bundle.manifest, upcast=bundle.manifest.precision != precision)),
         rings=rings,
     )
+
+
+def weights_given_by_name(manifest: Manifest, *, upcast: bool) -> set[str]:
+    """Float weights a session of ONNX Runtime is given by name, so that all sessions share them.
+
+    Args:
+        manifest: Of the bundle.
+        upcast: Execution is in float32 and half-precision weights must be widened first.
+    """
+    halves = {name for name, entry in manifest.weights.items() if upcast and entry.dtype in ("F16", "BF16")}
+    return halves | {manifest.target.embedding_weight, manifest.target.head_weight} - manifest.quantized.keys()
 
 
 def _folded_weights(graph: ir.Graph, bundle: Bundle) -> list[str]:

@@ -119,7 +119,6 @@ def _target_facts(plan: TargetPlan, traced: TracedTarget) -> TargetFacts:
         vocab_size=traced.vocab_size,
         num_parameters=traced.num_parameters,
         max_position_tokens=int(getattr(text, "max_position_embeddings", 0) or 0),
-        tied_head=traced.embedding_weight == traced.head_weight,
         embedding_weight=traced.embedding_weight,
         head_weight=traced.head_weight,
         graph=finish_interface(traced.model, "target", TARGET_GRAPH, windows),

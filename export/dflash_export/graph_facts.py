@@ -57,7 +57,6 @@ def finish_interface(model: ir.Model, kind: str, file: str, windows: list[int | 
     by_name = {v.name: v for v in (*model.graph.inputs, *model.graph.outputs)}
     return GraphFacts(
         file=file,
-        opset=model.opset_imports[""],
         inputs=[_facts(v) for v in model.graph.inputs if v.name not in state_names],
         outputs=[_facts(v) for v in model.graph.outputs if v.name not in state_names],
         state=[

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import BackendError
@@ -65,6 +65,44 @@ class CandidateSource(Backend, Protocol):
 
         The third is [rows], the sum of exp((logit - largest) / temperature) over a row; NaN where one is not finite.
         """
+
+
+class Round(NamedTuple):
+    """What one pass over the target committed."""
+
+    committed: list[int]
+    """Tokens that now belong to the output, oldest first."""
+    proposed: list[int]
+    """What the drafter proposed for them; empty for the prefill and for plain steps."""
+    finish_reason: str | None = None
+    """`stop`, `length` or `context` in the last round, else None."""
+    kept_rows: int = 0
+    """Of the prefill: tokens of the prompt whose rows were there already."""
+
+    @property
+    def block_size(self) -> int:
+        """Of the pass, anchor included."""
+        return len(self.proposed) + 1
+
+
+@runtime_checkable
+class Cycles(Protocol):
+    """Greedy cycles one after another, the state between them kept by whoever runs them.
+
+    A cycle commits up to the first stop token and never past the limit; one that starts behind either commits nothing.
+    """
+
+    cycles_ahead: int
+    """Cycles that may be enqueued before the one before them is read."""
+
+    def start_cycles(self, anchor: int, position: int, limit: int, stop_ids: Collection[int]) -> None:
+        """Begins behind the prefill: the newest token, its place, the first place that must stay empty."""
+
+    def enqueue_cycle(self, block_size: int) -> None:
+        """Asks for the next cycle."""
+
+    def read_cycle(self) -> Round:
+        """The oldest cycle not read yet."""
 
 
 def open_backend(name: str, bundle: Bundle, threads: int | None, prefill_chunk_tokens: int,

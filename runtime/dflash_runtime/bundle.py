@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from dflash_runtime.errors import BundleError, EngineError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "bundle.json"
 
 STATE_KINDS = ("kv", "windowed_kv")
@@ -73,7 +73,6 @@ class GraphFacts:
     """One ONNX file with its interface; state tensors are listed once, in `state`."""
 
     file: str
-    opset: int
     inputs: list[TensorFacts]
     outputs: list[TensorFacts]
     state: list[StateTensor]
@@ -103,11 +102,10 @@ class TargetFacts:
     vocab_size: int
     num_parameters: int
     max_position_tokens: int
-    tied_head: bool
     embedding_weight: str
     """Name of the embedding table in the weight index, [V, H]."""
     head_weight: str
-    """Name of the output head in the weight index, [V, H]; equals `embedding_weight` when tied."""
+    """Name of the output head in the weight index, [V, H]; `embedding_weight` where it is tied."""
     graph: GraphFacts
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from dflash_runtime.backend import Round
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.cycles import Round
 from dflash_runtime.device import Array, Buffer, Device
 from dflash_runtime.device_caches import DeviceCaches
 from dflash_runtime.device_engine import BoundWeight, DeviceEngineRecord, find_device_engine, row_outputs

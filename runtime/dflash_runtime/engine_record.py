@@ -63,8 +63,10 @@ class EngineRecord:
 class HostEngineRecord(EngineRecord):
     """That of lowered graphs for `ort-cpu`."""
 
-    SCHEMA_VERSION = 1
+    SCHEMA_VERSION = 2
 
+    given_weights: list[str]
+    """Those that all sessions share: what target and drafter both read, and what must be widened."""
     folded_weights: dict[str, list[str]]
     """File -> weights from which its constants are computed when it is opened."""
     upcast: bool

@@ -14,7 +14,7 @@ import onnxruntime as ort
 from dflash_runtime.bundle import Bundle, GraphFacts, StateTensor
 from dflash_runtime.engine_record import HostEngineRecord, engine_folder, open_engine
 from dflash_runtime.errors import BackendError, EngineError
-from dflash_runtime.weights import MappedWeights, weights_given_by_name
+from dflash_runtime.weights import MappedWeights
 from dflash_runtime.window_rings import RingRows
 
 _PROVIDER = "CPUExecutionProvider"
@@ -42,10 +42,9 @@ class OrtCpuBackend:
         self._target_state = _allocate(manifest.target.graph.state, capacity, {})
         self._drafter_state: dict[str, Array] = {}
         self._ring_rows = RingRows(record.rings.values())
-        # What target and drafter share is given to each session by name, and so is what must be widened: the
-        # same memory for all. ONNX Runtime reads the rest itself and lets go of what it has packed.
-        mapped, given = MappedWeights(bundle), weights_given_by_name(manifest, upcast=record.upcast)
-        self._weights = {name: ort.OrtValue.ortvalue_from_numpy(mapped.float32(name)) for name in given}
+        # The same memory for all sessions. ONNX Runtime reads the rest itself and lets go of what it has packed.
+        mapped = MappedWeights(bundle)
+        self._weights = {name: ort.OrtValue.ortvalue_from_numpy(mapped.float32(name)) for name in record.given_weights}
         session_of = partial(_open, bundle, record, threads, self._weights)
         self._target = _Graph(session_of(manifest.target.graph.file), manifest.target.graph, self._target_state)
         self._context = self._drafter = None

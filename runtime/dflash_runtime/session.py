@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash_runtime.adaptive import BlockSizeController
-from dflash_runtime.backend import Backend, open_backend
+from dflash_runtime.backend import Backend, Round, open_backend
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.cycles import Round
 from dflash_runtime.decode import decode
 from dflash_runtime.errors import PromptError
 from dflash_runtime.generation import GenerationConfig, GenerationResult, check_ids

@@ -36,9 +36,7 @@ class TextStream:
 
     def finish(self) -> str:
         """The rest, when no token follows."""
-        rest = self._hold_back(self._new_text())
-        rest, self._held = rest + self._held, ""
-        return rest
+        return self._hold_back(self._new_text()) + self._held
 
     def _new_text(self) -> str:
         return self._decode(self._tokens)[len(self._decode(self._tokens[: self._shown])) :]

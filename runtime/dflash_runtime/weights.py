@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dflash_runtime.bundle import Bundle, Manifest
+from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import BundleError
 
 SIGNED_TRANSPOSED, FLOAT8_TRANSPOSED = "I8T", "F8T"
@@ -46,17 +46,6 @@ class MappedWeights:
         if hasattr(mmap, "MADV_DONTNEED"):
             for file in self._files.values():
                 file.madvise(mmap.MADV_DONTNEED)
-
-
-def weights_given_by_name(manifest: Manifest, *, upcast: bool) -> set[str]:
-    """Float weights a session of ONNX Runtime is given by name, so that all sessions share them.
-
-    Args:
-        manifest: Of the bundle.
-        upcast: Execution is in float32 and half-precision weights must be widened first.
-    """
-    halves = {name for name, entry in manifest.weights.items() if upcast and entry.dtype in ("F16", "BF16")}
-    return halves | {manifest.target.embedding_weight, manifest.target.head_weight} - manifest.quantized.keys()
 
 
 def widened(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:

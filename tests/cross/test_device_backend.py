@@ -414,10 +414,10 @@ def test_without_a_drafter(bundle: Bundle, expected: Any) -> None:
     alone = dataclasses.replace(record, engines=[engine for engine in record.engines if engine.kind in kinds])
     plain = Bundle(bundle.path, dataclasses.replace(bundle.manifest, drafter=None))
     backend = DeviceBackend("tensorrt-rtx", plain, RecordingDevice(), folder, alone, 128)
-    result = Session(plain, backend, None).generate(prompt_of(40), FREE)
-    assert result.token_ids == expected(prompt_of(40), plain=True)[0]
-    with pytest.raises(BackendError, match="no drafter"):
-        backend.draft(1, 4, 0)
+    session = Session(plain, backend, None)
+    assert session.generate(prompt_of(40), FREE).token_ids == expected(prompt_of(40), plain=True)[0]
+    with pytest.raises(PromptError, match="no drafter"):
+        session.generate(prompt_of(40), dataclasses.replace(FREE, block_size=4))
 
 
 def test_another_block_than_the_proposed_one_is_verified_anew(opened: Opened, bundle: Bundle) -> None:

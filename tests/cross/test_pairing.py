@@ -226,7 +226,7 @@ def _drafter_part(folder: Path, root: Path) -> tuple[Manifest, dict[str, bytes]]
     places = {n: p for n, p in plan.target.checkpoint.places.items() if "embed" in n}
     stored: StoredWeights = store_weights(root, "weights/target.safetensors", places, "F32", quiet)
     taps = TensorFacts("taps", "F32", ["B", "S", 128])
-    source, graph = SourceFacts("folder", "t", None, ""), GraphFacts("target.onnx", 24, [], [taps], [])
+    source, graph = SourceFacts("folder", "t", None, ""), GraphFacts("target.onnx", [], [taps], [])
     name = next(iter(places))
     target = TargetFacts("t", source, "T", "t", 4, 64, 512, 1, 512, True, name, name, graph)
     manifest = Manifest(

@@ -15,7 +15,7 @@ from validation_runs import make, ort_cpu, portable, stored
 
 from dflash_runtime import GenerationConfig, Session
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.cycles import HostCycles
+from dflash_runtime.decode import HostCycles
 from dflash_runtime.ort_cpu import OrtCpuBackend
 from dflash_tools.held_rows import held_rows
 from dflash_tools.reference_file import Reference

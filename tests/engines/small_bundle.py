@@ -40,7 +40,7 @@ def write_small_bundle(root: Path, precision: str) -> Path:
 def write_manifest(root: Path, precision: str) -> None:
     """States the files as they are now."""
     source = SourceFacts("folder", "tiny", None, "0" * 64)
-    graphs = [GraphFacts(name, 24, [], [], []) for name in GRAPHS]
+    graphs = [GraphFacts(name, [], [], []) for name in GRAPHS]
     sizes = Sizes()
     names = [path.relative_to(root).as_posix() for folder in (root, root / "weights") for path in folder.glob("*.*")]
     manifest = Manifest(

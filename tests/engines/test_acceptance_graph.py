@@ -16,7 +16,7 @@ from dflash_engines.acceptance_graph import acceptance_model
 from dflash_engines.graph_maker import OPSET
 from dflash_engines.operator_check import check_operators, check_opset
 from dflash_engines.tensorrt_versions import PRIMITIVE_OPERATORS
-from dflash_runtime.cycles import accept, cut
+from dflash_runtime.decode import accept, cut
 
 Case = tuple[list[int], list[int], int, list[int], int, int]
 

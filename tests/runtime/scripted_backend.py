@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 
-from dflash_runtime.cycles import Round, accept, cut
+from dflash_runtime.backend import Round
+from dflash_runtime.decode import accept, cut
 
 VOCAB = 97
 

@@ -9,8 +9,7 @@ import pytest
 from scripted_backend import VOCAB, LateBackend, ScriptedBackend, greedy
 
 from dflash_runtime import NumericsError
-from dflash_runtime.cycles import accept
-from dflash_runtime.decode import Round, decode
+from dflash_runtime.decode import Round, accept, decode
 
 PROMPT = [5, 17, 3, 60, 42, 8]
 

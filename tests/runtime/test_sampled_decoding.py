@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tiny_bundle import write_bundle
 
-from dflash_runtime import GenerationConfig, PromptError, Session, cycles
-from dflash_runtime.cycles import accept
+from dflash_runtime import GenerationConfig, PromptError, Session
+from dflash_runtime.decode import accept
 from dflash_runtime.ort_cpu import OrtCpuBackend
 from dflash_runtime.sampling import TokenChooser
 
@@ -154,7 +154,7 @@ def test_a_fault_in_acceptance_shows(shared: Session, monkeypatch: pytest.Monkey
         return [*right[:-1], proposed[len(right) - 1]] if len(right) <= len(proposed) else right
 
     expected = [ask(shared, plain=True, temperature=0.5, seed=s).token_ids for s in range(3)]
-    monkeypatch.setattr(cycles, "accept", one_too_many)
+    monkeypatch.setattr("dflash_runtime.decode.accept", one_too_many)
     assert [ask(shared, temperature=0.5, seed=s).token_ids for s in range(3)] != expected
 
 

@@ -8,8 +8,7 @@ from tiny_bundle import BOS, write_tokenizer
 
 from dflash_runtime import BundleError, PromptError
 from dflash_runtime.bundle import TextFacts
-from dflash_runtime.chat_template import ChatTemplate
-from dflash_runtime.tokenizer import Tokenizer
+from dflash_runtime.tokenizer import ChatTemplate, Tokenizer
 
 HI = [{"role": "user", "content": "HI"}]
 WITH_BOS = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -16,6 +16,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from dflash_runtime.bundle import (
+    SCHEMA_VERSION,
     Bundle,
     DrafterFacts,
     GraphFacts,
@@ -160,7 +161,7 @@ class _GraphMaker:
         model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
         path.write_bytes(model.SerializeToString())
         state = {tensor.input for tensor in self.state} | {tensor.output for tensor in self.state}
-        return GraphFacts(path.name, 24, _facts(self.inputs, state), _facts(self.outputs, state), self.state)
+        return GraphFacts(path.name, _facts(self.inputs, state), _facts(self.outputs, state), self.state)
 
 
 def _facts(values: list[onnx.ValueInfoProto], state: set[str]) -> list[TensorFacts]:
@@ -318,7 +319,9 @@ def write_engine(root: Path, sizes: Sizes, *, upcast: bool = False) -> None:
     for name in graphs:
         makers[name](sizes, bundle.manifest.weights, folder / name, True)
     source = {name: bundle.manifest.files[name].sha256 for name in graphs}
-    HostEngineRecord(1, "ort-cpu", source, file_facts(folder, graphs), "fp32", {}, {}, upcast).write(folder)
+    given = sorted(bundle.manifest.weights) if upcast else ["embed"]
+    version, files = HostEngineRecord.SCHEMA_VERSION, file_facts(folder, graphs)
+    HostEngineRecord(version, "ort-cpu", source, files, "fp32", {}, given, {}, upcast).write(folder)
 
 
 TEMPLATE = (
@@ -344,7 +347,7 @@ def write_bundle(
     facts = _drafter_facts(sizes, weights, root) if drafter else None
     names = [str(path.relative_to(root).as_posix()) for path in root.rglob("*") if path.is_file()]
     manifest = Manifest(
-        schema_version=1,
+        schema_version=SCHEMA_VERSION,
         precision=precision,
         max_context_tokens=sizes.max_context,
         block_sizes=list(sizes.block_sizes),
@@ -376,7 +379,6 @@ def _target_facts(sizes: Sizes, graph: GraphFacts) -> TargetFacts:
         vocab_size=sizes.vocab,
         num_parameters=0,
         max_position_tokens=sizes.max_context + 256,
-        tied_head=True,
         embedding_weight="embed",
         head_weight="embed",
         graph=graph,

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from tiny_bundle import Sizes, write_bundle
 
 from dflash_runtime import GenerationConfig, NumericsError, Session
-from dflash_runtime.cycles import Round
+from dflash_runtime.backend import Round
 from dflash_tools import chat_turns
 from dflash_tools.chat_blocks import BlockPainter
 from dflash_tools.chat_command import converse

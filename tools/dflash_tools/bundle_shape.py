@@ -33,7 +33,7 @@ def model_shape_of_bundle(bundle: Bundle) -> ModelShape:
         matrices=_matrices(own.values()),
         vector_elements=sum(_elements(e) for e in own.values() if len(e.shape) < 2),
         embedding_elements=_elements(weights[facts.embedding_weight]),
-        head_elements=0 if facts.tied_head else _elements(weights[facts.head_weight]),
+        head_elements=0 if facts.head_weight == facts.embedding_weight else _elements(weights[facts.head_weight]),
         kv_layers=kv, max_position_tokens=facts.max_position_tokens, stored_precision=bundle.manifest.precision,
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ def summary_lines(bundle: Bundle) -> Iterator[str]:
     manifest = bundle.manifest
     yield _line("bundle", f"{bundle.path} ({bytes_text(total_bytes(bundle))})")
     target = manifest.target
-    head = "tied head" if target.tied_head else "separate head"
+    head = "tied head" if target.head_weight == target.embedding_weight else "separate head"
     yield _line("target", f"{target.name}, {target.architecture}, {count_text(target.num_parameters)} parameters")
     yield _line("", f"{target.num_layers} layers, hidden {target.hidden_size}, vocabulary {target.vocab_size}, {head}")
     yield _line("", _source(target.source))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import click
 
-from dflash_runtime.cycles import Round
+from dflash_runtime.backend import Round
 from dflash_runtime.text_stream import TextStream
 
 COLOURS = ("green", "cyan")

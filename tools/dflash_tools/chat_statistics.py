@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from dflash_runtime.cycles import Round
+from dflash_runtime.backend import Round
 
 
 @dataclasses.dataclass

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dflash_runtime.backend import Backend
-from dflash_runtime.cycles import Cycles
+from dflash_runtime.backend import Backend, Cycles
 from dflash_tools.gpu_check_device import (
     RandomWeights,
     large_bundle,

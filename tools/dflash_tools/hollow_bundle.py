@@ -84,7 +84,7 @@ def write_hollow_bundle(
         target=TargetFacts(
             "hollow", _SOURCE, traced.architecture, str(target_config["model_type"]), traced.num_layers,
             traced.hidden_size, traced.vocab_size, traced.num_parameters, max_context_tokens,
-            traced.embedding_weight == traced.head_weight, traced.embedding_weight, traced.head_weight, target_graph,
+            traced.embedding_weight, traced.head_weight, target_graph,
         ),
         drafter=DrafterFacts(
             "hollow", _SOURCE, drafter.architecture, drafter.num_layers, drafter.hidden_size,

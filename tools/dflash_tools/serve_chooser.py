@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dflash_runtime.cycles import accept
+from dflash_runtime.decode import accept
 from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.sampling import TokenChooser
 from dflash_tools.serve_jobs import ScoredToken

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 
-from dflash_runtime.backend import Backend
-from dflash_runtime.cycles import Cycles, Round
+from dflash_runtime.backend import Backend, Cycles, Round
 
 STAGES = ("draft", "verify", "context", "host")
 """Parts of a cycle. Context: the drafter's context append; host: everything between calls of the backend."""
