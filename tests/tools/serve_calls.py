@@ -23,6 +23,7 @@ from dflash_tools.serve_limits import Limits
 from dflash_tools.serve_metrics import ServeMetrics
 from dflash_tools.serve_pool import BundlePool
 from dflash_tools.serve_process import DrainingServer, listen
+from dflash_tools.serve_requests import Defaults
 from dflash_tools.serve_session import LoadedBundle, SessionOptions
 
 
@@ -52,7 +53,7 @@ class Running:
 def serving(
     folders: Sequence[Path | str], limits: Limits | None = None, *, budget_bytes: int | None = None,
     max_waiting: int = 64, options: SessionOptions | None = None, drain_timeout_s: float = 10,
-    slow_s: float = 0,
+    slow_s: float = 0, defaults: Defaults | None = None,
 ) -> Iterator[Running]:
     """Serves on a free port; `slow_s` passes before every answer."""
     from dflash_runtime import Session
@@ -71,7 +72,7 @@ def serving(
 
     pool = BundlePool(bundles, load, budget_bytes, max_waiting)
     metrics.watch(pool.waiting, pool.running, lambda: len(pool.loaded()), pool.loaded_bytes)
-    app = ServeApp(bundles, pool, limits or Limits(), metrics)
+    app = ServeApp(bundles, pool, limits or Limits(), metrics, defaults or Defaults())
     listener = listen("127.0.0.1", 0)
     server = DrainingServer(app, drain_timeout_s)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

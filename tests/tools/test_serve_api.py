@@ -14,7 +14,11 @@ from serve_calls import Running, serving, wait_until
 from tiny_bundle import Sizes, write_bundle
 
 from dflash_runtime import GenerationConfig, Session
-from dflash_tools.serve_session import SessionOptions
+from dflash_runtime.generation import PROPOSALS
+from dflash_tools.serve_jobs import Question
+from dflash_tools.serve_metrics import ServeMetrics
+from dflash_tools.serve_requests import Defaults
+from dflash_tools.serve_session import LoadedBundle, SessionOptions
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 STEPS = {"temperature": 0, "max_tokens": 24}
@@ -118,6 +122,47 @@ def test_equal_seeds_give_the_text_of_a_session_with_that_seed(client: openai.Op
     assert found.usage.prompt_tokens == answer(session).prompt_token_count
     again = client.chat.completions.create(model="pair", messages=MESSAGES, seed=7, max_tokens=24, **options)
     assert again.choices[0].message.content == expected[0]
+
+
+def test_what_the_drafter_proposes_is_a_field(client: openai.OpenAI, session: Session) -> None:
+    """With `sampled` alone the text of a seed depends on the block sizes, so that it takes no automatic one."""
+    options: Any = {"temperature": 0.7, "top_k": 40, "seed": 3, "block_size": 4}
+    for kind in PROPOSALS:
+        expected = answer(session, proposals=kind, **options)
+        body = {"proposals": kind, "top_k": 40}
+        found = client.chat.completions.create(
+            model="pair", messages=MESSAGES, temperature=0.7, seed=3, max_tokens=24, extra_body=body
+        )
+        assert found.choices[0].message.content == expected.text
+        details = found.usage and found.usage.completion_tokens_details
+        assert details and details.accepted_prediction_tokens == sum(n - 1 for n in expected.acceptance_lengths)
+        text = client.completions.create(model="pair", prompt="ab", temperature=0.7, seed=3, max_tokens=24,
+                                         extra_body=body).choices[0].text  # fmt: skip
+        assert text == answer(session, "ab", raw=True, proposals=kind, **options).text
+
+
+def test_seeded_texts_of_drawn_proposals_take_no_block_sizes_by_time(folder: Path) -> None:
+    with Session.open(folder, threads=1) as session:
+        loaded = LoadedBundle("pair", session, SessionOptions(threads=1), ServeMetrics())
+        sizes = {}
+        for options in ({}, {"proposals": "coupled"}, {"proposals": "sampled"}, {"proposals": "sampled", "seed": None},
+                        {"proposals": "sampled", "temperature": 0.0}):  # fmt: skip
+            asked = GenerationConfig(**{"temperature": 1.0, "seed": 3, **options})
+            sizes[str(options)] = loaded._config(Question("hi", asked), 5, []).block_size
+    assert list(sizes.values()) == ["auto", "auto", None, "auto", "auto"]
+
+
+def test_the_server_says_what_is_proposed_where_a_request_does_not(folder: Path, session: Session) -> None:
+    served = SessionOptions(threads=1, block_size=4)
+    options: Any = {"temperature": 0.7, "seed": 3}
+    with serving([folder], options=served, defaults=Defaults(0.7, "sampled")) as running:
+        found = running.client().chat.completions.create(model="pair", messages=MESSAGES, seed=3, max_tokens=24)
+        drawn = answer(session, proposals="sampled", block_size=4, **options).text
+        assert found.choices[0].message.content == drawn != answer(session, **options).text
+        found = running.client().chat.completions.create(
+            model="pair", messages=MESSAGES, seed=3, max_tokens=24, extra_body={"proposals": "argmax"}
+        )
+        assert found.choices[0].message.content == answer(session, **options).text
 
 
 def test_temperature_is_1_where_nobody_says(client: openai.OpenAI, session: Session) -> None:
@@ -282,8 +327,9 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "4"), ({"max_tokens": 0}, "max_tokens", "0"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "4"), ({"seed": 1.5}, "seed", "1.5"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "'x'"), ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "9"),
-    ({"logit_bias": {"264": 1}}, None, "263"), ({"repetition_penalty": -1}, "repetition_penalty", "-1"),
-    ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
+    ({"logit_bias": {"264": 1}}, "logit_bias", "263"), ({"repetition_penalty": -1}, "repetition_penalty", "-1"),
+    ({"top_logprobs": 3}, "top_logprobs", "logprobs"), ({"proposals": "greedy"}, "proposals", "argmax, coupled, sampled"),
+    ({"proposals": ["sampled"]}, "proposals", "sampled"),
     ({"stream_options": {"chunks": 1}, "stream": True}, "chunks", "chunks"), ({"messages": []}, "messages", "[]"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "None"),

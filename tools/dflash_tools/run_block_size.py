@@ -52,8 +52,8 @@ def pick_block_size(
     fixed = config.block_size not in (None, "auto") or config.block_schedule is not None or config.plain
     if fixed or bundle.manifest.drafter is None:
         return PickedBlockSize(config, None, None)
-    by_blocks = config.proposals == "sampled" and config.seed is not None  # a seed's text must not depend on time
-    adaptive = config.block_size == "auto" or (len(bundle.manifest.block_sizes) > 1 and not by_blocks)
+    several = len(bundle.manifest.block_sizes) > 1
+    adaptive = config.block_size == "auto" or (several and not text_depends_on_blocks(config))
     config = dataclasses.replace(config, block_size="auto") if adaptive else config
     profile, words = _find_profile(bundle, backend, threads, machine or Machine())
     if profile is None:
@@ -65,6 +65,11 @@ def pick_block_size(
         return PickedBlockSize(config, f"Block sizes are chosen round by round, beginning with {name} {why}", profile)
     picked = dataclasses.replace(config, block_size=None if plain else choice.block_size, plain=plain)
     return PickedBlockSize(picked, f"{name.capitalize()} {why}", profile)
+
+
+def text_depends_on_blocks(config: GenerationConfig) -> bool:
+    """Whether a seed's text is another one with other block sizes, so that it should not hang on time."""
+    return config.temperature > 0 and config.proposals == "sampled" and config.seed is not None
 
 
 def set_block_size(

@@ -23,7 +23,7 @@ from dflash_tools.serve_limits import Gate, Limits, error_response, read_body
 from dflash_tools.serve_metrics import ServeMetrics
 from dflash_tools.serve_pool import BundlePool
 from dflash_tools.serve_replies import ChatShape, CompletionShape, Reply, Shape
-from dflash_tools.serve_requests import Order, read_chat, read_completion
+from dflash_tools.serve_requests import Defaults, Order, read_chat, read_completion
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
 
@@ -36,8 +36,7 @@ class ServeApp:
     pool: BundlePool
     limits: Limits
     metrics: ServeMetrics
-    temperature: float = 1.0
-    """Where a request says none."""
+    defaults: Defaults = Defaults()
 
     def __post_init__(self) -> None:
         self._named = {facts.name: facts for facts in self.bundles}
@@ -64,8 +63,8 @@ class ServeApp:
     async def _completions(self, request: Request) -> Any:
         return await self._answer(request, read_completion, CompletionShape())
 
-    async def _answer(self, request: Request, read: Callable[[Mapping[str, Any], float], Order], shape: Shape) -> Any:
-        order = read(parse_body(await read_body(request, self.limits)), self.temperature)
+    async def _answer(self, request: Request, read: Callable[[Mapping[str, Any], Defaults], Order], shape: Shape) -> Any:
+        order = read(parse_body(await read_body(request, self.limits)), self.defaults)
         facts = self._find(order.model)
         wants_logprobs = order.questions[0].top_logprobs is not None
         reply = Reply(

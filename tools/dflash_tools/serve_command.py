@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_runtime.errors import DFlashError
+from dflash_runtime.generation import PROPOSALS
 from dflash_runtime.session import Session
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.option_values import BLOCK_SIZE, MEMORY_SIZE
@@ -41,6 +43,8 @@ _SECONDS = click.FloatRange(min=0.001)
 @click.option("--plain", is_flag=True, help="Decode without the drafter.")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=1.0, show_default=True,
               help="Where a request says none. OpenAI's is 1; 0 takes the likeliest token.")
+@click.option("--proposals", type=click.Choice(PROPOSALS), default=PROPOSALS[0], show_default=True,
+              help="What the drafter proposes above temperature 0 where a request does not say; see `run`.")
 @click.option("--max-new-tokens", type=click.IntRange(1), metavar="N",
               help="Longest answer. [default: what the context has room for]")
 @click.option("--memory-budget", type=MEMORY_SIZE,
@@ -67,7 +71,8 @@ def command(bundles: tuple[str, ...], host: str, port: int, **options: Any) -> N
         from dflash_tools.serve_session import SessionOptions
     keys = _read_keys(options["api_key_file"])
     wanted = SessionOptions(**{name: options[name] for name in _OF_SESSIONS})
-    served = find_bundles(bundles, wanted.backend, options["memory_budget"], wanted.config())
+    strictest = dataclasses.replace(wanted.config(), temperature=1.0, proposals=options["proposals"])
+    served = find_bundles(bundles, wanted.backend, options["memory_budget"], strictest)
     app = _app(served, wanted, _limits(options, keys, allowed_hosts(host, options["hosts"])), options)
     listener = listen(host, port)
     try:
@@ -86,6 +91,7 @@ def _app(served: list[ServedBundle], wanted: SessionOptions, limits: Limits, opt
     from dflash_tools.serve_app import ServeApp
     from dflash_tools.serve_metrics import ServeMetrics
     from dflash_tools.serve_pool import BundlePool
+    from dflash_tools.serve_requests import Defaults
     from dflash_tools.serve_session import LoadedBundle
 
     metrics = ServeMetrics()
@@ -100,7 +106,7 @@ def _app(served: list[ServedBundle], wanted: SessionOptions, limits: Limits, opt
 
     pool = BundlePool(served, load, options["memory_budget"], options["max_queue"])
     metrics.watch(pool.waiting, pool.running, lambda: len(pool.loaded()), pool.loaded_bytes)
-    return ServeApp(served, pool, limits, metrics, options["temperature"])
+    return ServeApp(served, pool, limits, metrics, Defaults(options["temperature"], options["proposals"]))
 
 
 def _limits(options: dict[str, Any], keys: list[str], hosts: list[str]) -> Limits:

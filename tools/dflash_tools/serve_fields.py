@@ -62,6 +62,13 @@ class Fields:
             raise wrong_field(name, value, f"a whole number from {low} to {high}")
         return value
 
+    def choice(self, name: str, default: str, known: Sequence[str]) -> str:
+        """One of some words."""
+        value = self.value(name)
+        if value is not None and value not in known:
+            raise wrong_field(name, value, "one of " + ", ".join(known))
+        return default if value is None else str(value)
+
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """A number within limits, both included."""
         value = self.value(name)

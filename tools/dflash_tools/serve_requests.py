@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_runtime.generation import GenerationConfig
+from dflash_runtime.generation import PROPOSALS, GenerationConfig
 from dflash_tools.serve_errors import ApiError, unsupported, wrong_field
 from dflash_tools.serve_fields import Fields
 from dflash_tools.serve_jobs import Question
@@ -37,6 +37,14 @@ _COMPLETION_NEUTRAL: dict[str, tuple[Sequence[Any], str]] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What a request asks for where it leaves a field out."""
+
+    temperature: float = 1.0
+    proposals: str = PROPOSALS[0]
+
+
+@dataclasses.dataclass(frozen=True)
 class Order:
     """A request that can be answered as far as its body tells."""
 
@@ -49,12 +57,12 @@ class Order:
     """A last chunk with usage, when streaming."""
 
 
-def read_chat(body: Mapping[str, Any], default_temperature: float) -> Order:
+def read_chat(body: Mapping[str, Any], defaults: Defaults) -> Order:
     """An order for `/v1/chat/completions`; ApiError for the first field that cannot be used."""
     fields = Fields(body)
     model, messages = fields.text("model"), read_messages(fields.value("messages"))
     length_field, length = _chat_length(fields)
-    config = _config(fields, default_temperature, length)
+    config = _config(fields, defaults, length)
     config = dataclasses.replace(config, template_args=fields.mapping("chat_template_kwargs") or None)
     wants, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, 20)
     if top is not None and not wants:
@@ -66,12 +74,12 @@ def read_chat(body: Mapping[str, Any], default_temperature: float) -> Order:
     return Order(model, _with_seeds([question], count), count, stream, usage)
 
 
-def read_completion(body: Mapping[str, Any], default_temperature: float) -> Order:
+def read_completion(body: Mapping[str, Any], defaults: Defaults) -> Order:
     """An order for `/v1/completions`; ApiError for the first field that cannot be used."""
     fields = Fields(body)
     model, prompts = fields.text("model"), _prompts(fields.value("prompt"))
     length = fields.whole("max_tokens", 1, _MOST_TOKENS)
-    config = _config(fields, default_temperature, 16 if length is None else length)  # OpenAI's default here
+    config = _config(fields, defaults, 16 if length is None else length)  # OpenAI's default here
     top = fields.whole("logprobs", 0, 5)
     count, stream, usage = _answers(fields)
     if (best_of := fields.whole("best_of", 1, MOST_ANSWERS)) not in (None, count):
@@ -83,12 +91,12 @@ def read_completion(body: Mapping[str, Any], default_temperature: float) -> Orde
     return Order(model, _with_seeds(questions, count), count, stream, usage)
 
 
-def _config(fields: Fields, default_temperature: float, length: int | None) -> GenerationConfig:
+def _config(fields: Fields, defaults: Defaults, length: int | None) -> GenerationConfig:
     """How tokens are chosen. `max_new_tokens` is 0 where the request does not say."""
     return GenerationConfig(
         max_new_tokens=length or 0,
         stop_strings=fields.texts("stop", 4),
-        temperature=fields.number("temperature", default_temperature, 0, 2),
+        temperature=fields.number("temperature", defaults.temperature, 0, 2),
         top_p=max(fields.number("top_p", 1, 0, 1), 1e-9),
         presence_penalty=fields.number("presence_penalty", 0, -2, 2),
         frequency_penalty=fields.number("frequency_penalty", 0, -2, 2),
@@ -97,6 +105,7 @@ def _config(fields: Fields, default_temperature: float, length: int | None) -> G
         top_k=fields.whole("top_k", 0, 2**31) or 0,
         min_p=fields.number("min_p", 0, 0, 1),
         repetition_penalty=fields.number("repetition_penalty", 1, 1e-3, math.inf),
+        proposals=fields.choice("proposals", defaults.proposals, PROPOSALS),
     )
 
 

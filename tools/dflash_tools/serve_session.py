@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from dflash_runtime.errors import DFlashError
+from dflash_runtime.errors import DFlashError, PromptError
 from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.sampling import TokenChooser
 from dflash_runtime.session import Session
 from dflash_runtime.tokenizer import Tokenizer
 from dflash_tools.error_lines import needs_extra
-from dflash_tools.run_block_size import controller_from, pick_block_size
+from dflash_tools.run_block_size import controller_from, pick_block_size, text_depends_on_blocks
 from dflash_tools.serve_chooser import ServedChooser
 from dflash_tools.serve_errors import ApiError, as_api_error
 from dflash_tools.serve_jobs import Failed, Finished, Job, Piece, Question, ScoredToken, Started
@@ -51,7 +51,8 @@ class LoadedBundle:
         self.name, self.session, self._options, self._metrics = name, session, options, metrics
         self._tokenizer: Tokenizer = session.tokenizer
         self._texts = TokenTexts(session.tokenizer)
-        self._picked: dict[int, GenerationConfig] = {}  # by length of context: reading the machine's state takes time
+        # By length of context, and for texts that may not depend on time: reading the machine's state takes time.
+        self._picked: dict[tuple[int, bool], GenerationConfig] = {}
 
     def run(self, job: Job) -> None:
         """Answers a job: events to whoever asked, numbers to the metrics. Ends between rounds once it is cancelled."""
@@ -125,8 +126,13 @@ class LoadedBundle:
         config = dataclasses.replace(config, max_new_tokens=wanted)
         if question.top_logprobs is not None or question.json_schema is not None:
             config = dataclasses.replace(config, chooser=functools.partial(self._chooser, question, choosers))
-        size = self._block_size(prompt_tokens + wanted // 2)
-        return dataclasses.replace(config, block_size=size.block_size, plain=size.plain)
+        size = self._block_size(config, prompt_tokens + wanted // 2)
+        config = dataclasses.replace(config, block_size=size.block_size, plain=size.plain)
+        try:
+            config.check(self.session.bundle.manifest)
+        except PromptError as error:  # it begins with the option's name
+            raise ApiError(400, str(error), param=str(error).split()[0].lower(), code="invalid_value") from error
+        return config
 
     def _chooser(self, question: Question, choosers: list[ServedChooser], sampling: GenerationConfig,
                  prompt: Sequence[int], vocab_size: int) -> TokenChooser:  # fmt: skip
@@ -141,14 +147,15 @@ class LoadedBundle:
             from dflash_tools.serve_grammar import JsonGrammars
         return JsonGrammars(self.session.bundle)
 
-    def _block_size(self, context_tokens: int) -> GenerationConfig:
-        """Block size, `auto` or plain decoding, as `run` takes it for a length of context."""
+    def _block_size(self, asked: GenerationConfig, context_tokens: int) -> GenerationConfig:
+        """Block size, `auto` or plain decoding, as `run` takes it for a request and a length of context."""
         near = 1 << max(0, context_tokens - 1).bit_length()
-        if near not in self._picked:
+        key = near, text_depends_on_blocks(asked)
+        if key not in self._picked:
             options, session = self._options, self.session
-            config = dataclasses.replace(options.config(), max_new_tokens=1)
+            config = dataclasses.replace(asked, max_new_tokens=1, block_size=options.block_size, plain=options.plain)
             picked = pick_block_size(session.bundle, config, options.backend, options.threads, near)
             if not self._picked and picked.profile is not None:  # from then on it learns, request by request
                 session.controller = controller_from(picked.profile, session.bundle.manifest.block_sizes, near)
-            self._picked[near] = picked.config
-        return self._picked[near]
+            self._picked[key] = picked.config
+        return self._picked[key]
