@@ -70,6 +70,19 @@ def test_proposals_may_be_drawn(invoke: Invoke, bundle: Path) -> None:
     assert refused.exit_code == 2 and "'argmax', 'coupled', 'sampled'" in refused.stderr
 
 
+def test_penalties_and_biases_are_options(invoke: Invoke, bundle: Path) -> None:
+    given = {"presence_penalty": 0.8, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "min_p": 0.05, "seed": 3,
+             "temperature": 0.9}  # fmt: skip
+    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
+    bias = ("--logit-bias", "98=2.5", "--logit-bias", "97=-inf")
+    done = invoke("run", bundle, "hello", "--json", "--max-new-tokens", 16, *words, *bias)
+    expected = answer(bundle, "hello", max_new_tokens=16, logit_bias={98: 2.5, 97: float("-inf")}, **given)
+    assert json.loads(done.stdout)["token_ids"] == expected != answer(bundle, "hello", max_new_tokens=16, **given)
+    for wrong, code in (("98", 2), ("a=1", 2), ("9=x", 2), ("9=1=2", 2), ("9999=1", 1), ("9=nan", 1), ("9=inf", 1)):
+        refused = invoke("run", bundle, "hello", "--logit-bias", wrong)
+        assert refused.exit_code == code and wrong.partition("=")[0] in refused.stderr, refused.stderr
+
+
 def test_plain_says_the_same_without_drafts(invoke: Invoke, bundle: Path) -> None:
     drafted = json.loads(invoke("run", bundle, "hello", "--json", "--max-new-tokens", 12).stdout)
     plain = json.loads(invoke("run", bundle, "hello", "--json", "--max-new-tokens", 12, "--plain").stdout)

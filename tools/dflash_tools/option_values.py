@@ -27,6 +27,22 @@ def read_template_args(pairs: tuple[str, ...]) -> dict[str, Any]:
     return values
 
 
+def read_logit_bias(pairs: tuple[str, ...]) -> dict[int, float]:
+    """Token ids and what is added to their scores, from `ID=BIAS`.
+
+    Raises:
+        click.BadParameter: one is not of that form.
+    """
+    found = {}
+    for pair in pairs:
+        try:
+            token, bias = pair.split("=")
+            found[int(token)] = float(bias)
+        except ValueError:
+            raise click.BadParameter(f"{pair!r} is not of the form ID=BIAS, such as 17=-5 or 17=-inf.") from None
+    return found
+
+
 def read_token_ids(text: str) -> list[int]:
     """Token ids separated by commas or white space.
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from dflash_runtime.generation import PROPOSALS
+from dflash_tools.option_values import read_logit_bias
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -19,6 +20,8 @@ _OPTIONS = (
     click.option("--repetition-penalty", type=float, default=1.0, help="Above 1: say less again, prompt included."),
     click.option("--presence-penalty", type=float, default=0.0, help="Taken from the score of what was answered."),
     click.option("--frequency-penalty", type=float, default=0.0, help="The same, for each time it was."),
+    click.option("--logit-bias", multiple=True, metavar="ID=BIAS", callback=lambda _, __, given: read_logit_bias(given),
+                 help="Added to the score of the token with this id; repeatable. -inf rules it out."),
     click.option("--proposals", type=click.Choice(PROPOSALS), default=PROPOSALS[0], show_default=True,
                  help="What the drafter proposes above temperature 0: its likeliest tokens; tokens drawn with the "
                  "target's noise; or drawn with noise of their own, for rejection sampling. All give the target's "

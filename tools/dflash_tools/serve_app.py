@@ -25,6 +25,7 @@ from dflash_tools.serve_pool import BundlePool
 from dflash_tools.serve_replies import ChatShape, CompletionShape, Reply, Shape
 from dflash_tools.serve_requests import Defaults, Order, read_chat, read_completion
 
+Reader = Callable[[Mapping[str, Any], Defaults], Order]
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
 
 
@@ -36,7 +37,7 @@ class ServeApp:
     pool: BundlePool
     limits: Limits
     metrics: ServeMetrics
-    defaults: Defaults = Defaults()
+    defaults: Defaults
 
     def __post_init__(self) -> None:
         self._named = {facts.name: facts for facts in self.bundles}
@@ -63,7 +64,7 @@ class ServeApp:
     async def _completions(self, request: Request) -> Any:
         return await self._answer(request, read_completion, CompletionShape())
 
-    async def _answer(self, request: Request, read: Callable[[Mapping[str, Any], Defaults], Order], shape: Shape) -> Any:
+    async def _answer(self, request: Request, read: Reader, shape: Shape) -> Any:
         order = read(parse_body(await read_body(request, self.limits)), self.defaults)
         facts = self._find(order.model)
         wants_logprobs = order.questions[0].top_logprobs is not None
