@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def decode(
     backend: Backend, prompt: Sequence[int], *, max_new_tokens: int, max_context_tokens: int,
     stop_token_ids: Collection[int], block_size_of: Callable[[int], int], chooser: TokenChooser | None = None,
-    kept_rows: int = 0,
+    kept_rows: int = 0, read: Callable[[int], None] = lambda rows: None,
 ) -> Generator[Round, None, None]:
     """Decoding, greedy without a chooser; the words are those of plain decoding whatever is proposed.
 
@@ -29,6 +29,7 @@ def decode(
         block_size_of: Block size, anchor included, for the n-th round; 1 is a plain step.
         chooser: Chooses tokens by the target's logits; None takes the likeliest.
         kept_rows: First tokens of the prompt whose rows both models have from the request before; not all of them.
+        read: Told after every piece of the prompt how many tokens both models have; what it raises ends the request.
 
     Raises:
         NumericsError: the target's logits were not finite where a token had to be chosen.
@@ -40,6 +41,7 @@ def decode(
         token = backend.prefill(chunk, start)
         backend.append_context(len(chunk), start)
         position += len(chunk)
+        read(position)
     if chooser is not None:
         (token,) = chooser.decide(backend, 1, [], position)
     cycles: Cycles = backend if chooser is None and isinstance(backend, Cycles) else HostCycles(backend, chooser)

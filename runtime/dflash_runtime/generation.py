@@ -42,6 +42,9 @@ class GenerationConfig:
     chooser: Callable[[GenerationConfig, Sequence[int], int], Any] | None = None
     """Makes the `TokenChooser` of the request, with the arguments of that: one that keeps scores, or rules tokens out.
     What it says for a place may depend on the text before it alone; then the drafter changes nothing."""
+    progress: Callable[[int, int], None] | None = None
+    """Told after every piece of the prompt how many of its tokens are read, kept ones included, and how many it has.
+    What it raises ends the request; what was read is kept for the next."""
     reuse_prefix: bool = True
     """Keep the rows of both models for the tokens this prompt begins with like the session's last request. They are
     those of other calls than a new prefill's, so that sums may be rounded otherwise; False runs the whole prompt."""

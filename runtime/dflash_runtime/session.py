@@ -136,7 +136,7 @@ class TextPieces(Iterator[str]):
             from dflash_runtime.sampling import TokenChooser  # NumPy is for those who run something
 
             self._chooser = (config.chooser or TokenChooser)(config, prompt_ids, manifest.target.vocab_size)
-        self._controller = controller if config.block_size == "auto" else None
+        self._progress, self._controller = config.progress, controller if config.block_size == "auto" else None
         if self._controller is not None:
             controller.begin()
         self._rounds = decode(
@@ -144,7 +144,7 @@ class TextPieces(Iterator[str]):
             max_new_tokens=config.max_new_tokens, max_context_tokens=manifest.max_context_tokens,
             stop_token_ids=frozenset(stop_ids), chooser=self._chooser,
             block_size_of=config.block_size_of(manifest) if self._controller is None else lambda n: controller.choose(),
-            kept_rows=_kept_rows(self.known_ids, prompt_ids) if config.reuse_prefix else 0,
+            kept_rows=_kept_rows(self.known_ids, prompt_ids) if config.reuse_prefix else 0, read=self._read,
         )
         decode_ids = (lambda ids: "") if session.tokenizer is None else session.tokenizer.decode
         self._text = TextStream(decode_ids, config.stop_strings)
@@ -203,6 +203,12 @@ class TextPieces(Iterator[str]):
         known += done.committed
         self.known_ids = known
         return done
+
+    def _read(self, rows: int) -> None:
+        if self._progress is not None:
+            self.known_ids = self._prompt_ids[: rows + 1]  # if it ends the request, these rows are right
+            self._progress(rows, len(self._prompt_ids))
+            self.known_ids = []
 
     def _commit(self, done: Round) -> str:
         """Takes a round's tokens up to where a stop string is complete, and returns their text."""

@@ -111,6 +111,36 @@ def test_only_the_new_tokens_are_run(tiny: Path) -> None:
         assert calls[2:] == [(longer[-1:], len(longer) - 1), ([longer[3]], 3), (changed[2:], 2), ([99], 0)]
 
 
+def test_progress_is_told_piece_by_piece(tiny: Path, fresh: Callable[..., Any]) -> None:
+    told: list[tuple[int, int]] = []
+    options = config(progress=lambda *numbers: told.append(numbers))
+    with Session.open(tiny, threads=1, prefill_chunk_tokens=3) as session:
+        first = session.generate(PROMPT, options)
+        assert told == [(3, 8), (6, 8), (8, 8)] and essence(first) == fresh(PROMPT, FREE)
+        told.clear()
+        longer = [*PROMPT, *first.token_ids, 7]
+        assert essence(session.generate(longer, options)) == fresh(longer, FREE)
+        assert told == [(15, 15)]  # 13 are kept
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_a_request_ended_while_its_prompt_is_read_keeps_what_was_read(
+    tiny: Path, fresh: Callable[..., Any], pieces: int
+) -> None:
+    def end(done: int, total: int) -> None:
+        if done >= 3 * pieces or done == total:
+            raise KeyboardInterrupt
+
+    with Session.open(tiny, threads=1, prefill_chunk_tokens=3) as session, Session.open(tiny, threads=1) as alone:
+        session.generate([9, 9, 9, *PROMPT], FREE)
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(PROMPT, config(progress=end))
+        assert check_rows(session, alone) == min(3 * pieces, len(PROMPT) - 1)
+        result = session.generate(PROMPT, FREE)
+        assert result.reused_token_count == min(3 * pieces, len(PROMPT) - 1)
+        assert essence(result) == fresh(PROMPT, FREE)
+
+
 def test_the_switch(tiny: Path) -> None:
     with Session.open(tiny, threads=1) as session:
         session.generate(PROMPT, FREE)
