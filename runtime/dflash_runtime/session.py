@@ -179,13 +179,17 @@ class TextPieces(Iterator[str]):
 
     def __next__(self) -> str:
         """The next piece of text, never empty."""
+        if piece := next(filter(None, self.by_round()), ""):
+            return piece
+        raise StopIteration
+
+    def by_round(self) -> Iterator[str]:
+        """The rest of the text as it comes, so that a reader who may leave is asked at every round: some bring none."""
         while not self.rounds or self.rounds[-1].finish_reason is None:
             if self._closed:
                 raise PromptError("The stream was closed, or another request began. Start the request again.")
-            if piece := self._commit(self._next_round()):
-                self._pieces.append(piece)
-                return piece
-        raise StopIteration
+            self._pieces.append(self._commit(self._next_round()))
+            yield self._pieces[-1]
 
     def _next_round(self) -> Round:
         before = time.perf_counter()
