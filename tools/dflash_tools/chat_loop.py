@@ -15,6 +15,7 @@ from dflash_tools.chat_screen import ChatScreen, Interruption
 from dflash_tools.chat_statistics import ChatStatistics
 from dflash_tools.conversation import Message, with_system_prompt
 from dflash_tools.error_lines import one_line
+from dflash_tools.prompt_progress import PromptProgress
 from dflash_tools.run_block_size import chosen_words
 from dflash_tools.run_command import statistics_line
 
@@ -97,7 +98,15 @@ class Chat:
                 f"With this message the conversation has {len(ids)} tokens, and the context holds "
                 f"{self.context_tokens}. /reset begins a new one, and /save FILE keeps this one before."
             )
-        stream = self.session.stream(ids, self.config)
+        reading = PromptProgress()
+
+        def progress(done: int, total: int) -> None:
+            if interruption.asked:
+                reading.clear()
+                raise KeyboardInterrupt  # between two pieces nothing is half written, and what was read is kept
+            reading(done, total)
+
+        stream = self.session.stream(ids, dataclasses.replace(self.config, progress=progress))
         painter = BlockPainter(self.tokenizer.decode) if self.show_blocks else None
         text = show_answer(stream, self.screen, painter, interruption)
         reason = stream.rounds[-1].finish_reason if stream.rounds else None
@@ -125,15 +134,16 @@ def show_answer(
 ) -> str:  # fmt: skip
     """Writes an answer as it comes, until its end or the user's Ctrl-C, and returns its text.
 
-    The first Ctrl-C lets the pass that runs come to its end, so that the session keeps its rows; the second does not,
-    and the session forgets them.
+    The first Ctrl-C lets the pass that runs come to its end, so that the session keeps its rows, those of a prompt that
+    is being read too; the second does not, and the session forgets them.
     """
     pieces, painted = list[str](), 0
     interruption.may_break = True
     try:
-        for piece in stream:
+        for piece in stream.by_round():
             pieces.append(piece)
-            screen.write(piece if painter is None else painter.paint(stream.rounds[painted:]))
+            if shown := piece if painter is None else painter.paint(stream.rounds[painted:]):
+                screen.write(shown)
             painted = len(stream.rounds)
             if interruption.asked:
                 break

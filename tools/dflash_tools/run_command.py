@@ -14,6 +14,7 @@ from dflash_runtime.generation import GenerationConfig, GenerationResult
 from dflash_runtime.session import Prompt, Session
 from dflash_tools.error_lines import DFlashCommand
 from dflash_tools.option_values import BLOCK_SIZE, read_template_args, read_token_ids
+from dflash_tools.prompt_progress import PromptProgress
 from dflash_tools.ring_lines import DRAFT_WINDOW, ring_lines
 from dflash_tools.run_block_size import chosen_words, set_block_size
 from dflash_tools.sampling_options import sampling_options
@@ -63,7 +64,8 @@ def command(
 ) -> None:
     """Answers PROMPT with BUNDLE. A PROMPT of -, or none while something is piped in, is read from standard input.
 
-    The text streams to standard output. Speed and acceptance follow on standard error, on a terminal only.
+    The text streams to standard output. How far a long prompt is read, speed and acceptance go to standard error, on a
+    terminal only.
     """
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("Give a PROMPT, or - to read it from standard input.")
@@ -74,6 +76,7 @@ def command(
         plain=plain,
         raw=raw,
         template_args=read_template_args(template_args) or None,
+        progress=PromptProgress(),
         **sampling,
     )
     question: Prompt = read_token_ids(text) if ids else text

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_runtime.errors import DFlashError, PromptError
@@ -42,6 +42,10 @@ class SessionOptions:
         return GenerationConfig(max_new_tokens=self.max_new_tokens or 1, block_size=self.block_size, plain=self.plain)
 
 
+class _LeftError(Exception):
+    """Nobody wants the answer any more."""
+
+
 class LoadedBundle:
     """A session with what is made once for it."""
 
@@ -55,7 +59,10 @@ class LoadedBundle:
         self._picked: dict[tuple[int, bool], GenerationConfig] = {}
 
     def run(self, job: Job) -> None:
-        """Answers a job: events to whoever asked, numbers to the metrics. Ends between rounds once it is cancelled."""
+        """Answers a job: events to whoever asked, numbers to the metrics.
+
+        Once it is cancelled it ends behind the round, or the piece of the prompt, that runs.
+        """
         waited_s = time.monotonic() - job.arrived_s
         try:
             finished = self._answer(job)
@@ -79,16 +86,25 @@ class LoadedBundle:
         question, manifest = job.question, self.session.bundle.manifest
         ids = self._prompt_ids(question)
         choosers: list[ServedChooser] = []
-        pieces = self.session.stream(ids, self._config(question, len(ids), choosers))
+
+        def progress(done: int, total: int) -> None:
+            if job.cancelled:
+                raise _LeftError
+
+        pieces = self.session.stream(ids, self._config(question, len(ids), choosers, progress))
         scored: list[ScoredToken] = choosers[0].scored if choosers else []
         shown, shown_chars = ShownTokens(self._texts, manifest.text.stop_token_ids), 0
         job.emit(Started(len(ids)))
-        for piece in pieces:
-            if job.cancelled:
-                pieces.close()
-                return None
-            shown_chars += len(piece)
-            job.emit(Piece(piece, shown.until(scored, shown_chars)))
+        try:
+            for piece in pieces.by_round():
+                if job.cancelled:
+                    raise _LeftError
+                shown_chars += len(piece)
+                if piece:
+                    job.emit(Piece(piece, shown.until(scored, shown_chars)))
+        except _LeftError:
+            pieces.close()
+            return None
         last = shown.until(scored, shown_chars)
         return Finished(pieces.result, [*last, *shown.rest(shown_chars)])
 
@@ -116,14 +132,15 @@ class LoadedBundle:
             raise ApiError(400, f"The chat template fails at these messages: {error!r}. Change them.", param="messages",
                            code="invalid_prompt") from error  # fmt: skip
 
-    def _config(self, question: Question, prompt_tokens: int, choosers: list[ServedChooser]) -> GenerationConfig:
+    def _config(self, question: Question, prompt_tokens: int, choosers: list[ServedChooser],
+                progress: Callable[[int, int], None] | None = None) -> GenerationConfig:  # fmt: skip
         config, most = question.config, self._options.max_new_tokens
         wanted = config.max_new_tokens or most or self.session.bundle.manifest.max_context_tokens
         if most is not None and wanted > most:
             field = question.max_tokens_field
             raise ApiError(400, f"{field} is {wanted}; this server answers with at most {most} tokens.", param=field,
                            code="invalid_value")  # fmt: skip
-        config = dataclasses.replace(config, max_new_tokens=wanted)
+        config = dataclasses.replace(config, max_new_tokens=wanted, progress=progress)
         if question.top_logprobs is not None or question.json_schema is not None:
             config = dataclasses.replace(config, chooser=functools.partial(self._chooser, question, choosers))
         size = self._block_size(config, prompt_tokens + wanted // 2)
