@@ -262,6 +262,29 @@ def test_a_second_interrupt_breaks_off_at_once(
         assert talk.messages[3]["content"] == alone.generate(talk.messages[:3], LONG).text
 
 
+def test_one_interrupt_ends_the_reading_of_a_long_prompt_and_keeps_what_was_read(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session.open(talker, threads=1, prefill_chunk_tokens=16) as session:
+        backend: Any = session._backend
+        prefill, calls = backend.prefill, []
+
+        def slow(ids: Any, position: int) -> int:
+            calls.append(position)
+            if len(calls) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            return int(prefill(ids, position))
+
+        monkeypatch.setattr(backend, "prefill", slow)
+        screen = Terminal([question := "x" * 200, question + "y"])
+        talk = Chat(session, LONG, screen)
+        converse(talk)
+    assert calls[:3] == [0, 16, 32] and calls[3] == 48  # behind the piece that ran, and the next goes on from there
+    assert screen.notes[0] == "[stopped before the first word: the message was taken back]"
+    with Session.open(talker, threads=1) as alone:
+        assert talk.messages[1]["content"] == alone.generate(question + "y", LONG).text
+
+
 @pytest.mark.parametrize("place", ["line end", "note"])
 def test_an_interrupt_too_many_ends_nothing(
     opened: Session, monkeypatch: pytest.MonkeyPatch, place: str

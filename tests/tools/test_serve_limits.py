@@ -14,7 +14,11 @@ import pytest
 from serve_calls import Running, serving, wait_until
 from tiny_bundle import Sizes, write_bundle
 
+from dflash_runtime import GenerationConfig, Session
+from dflash_tools.serve_jobs import Job, Question
 from dflash_tools.serve_limits import Limits, allowed_hosts, is_loopback
+from dflash_tools.serve_metrics import ServeMetrics
+from dflash_tools.serve_session import LoadedBundle, SessionOptions
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 SHORT: dict[str, Any] = {"model": "pair", "messages": MESSAGES, "max_tokens": 4}
@@ -50,6 +54,30 @@ def test_a_client_that_leaves_without_a_stream_is_noticed_running_and_waiting(fo
         wait_until(lambda: (server.app.pool.running(), server.app.pool.waiting()) == (0, 0), limit_s=5)
         assert server.client().chat.completions.create(**SHORT).usage is not None
         wait_until(lambda: 'path="/v1/chat/completions",status="499"} 2.0' in server.get("/metrics").text)
+
+
+def test_who_leaves_is_noticed_while_a_prompt_is_read_and_where_no_text_comes(folder: Path) -> None:
+    silent = {258: 100.0}  # a special token, which has no text
+    calls: list[tuple[str, int]] = []
+    for prompt, leaves_at in (([5] * 40, ("prefill", 8)), ([5] * 8, ("verify", 11))):
+        calls.clear()
+        with Session.open(folder, threads=1, prefill_chunk_tokens=4) as session:
+            loaded = LoadedBundle("pair", session, SessionOptions(threads=1, plain=True), ServeMetrics())
+            config = GenerationConfig(max_new_tokens=500, logit_bias=silent, stop_token_ids=())
+            job = Job("c", Question(prompt, config), lambda event: None)
+
+            def watched(name: str, true: Any, job: Job = job, leaves_at: Any = leaves_at) -> Any:
+                def call(ids: Any, position: int) -> Any:
+                    calls.append((name, position))
+                    job.cancelled |= (name, position) == leaves_at
+                    return true(ids, position)
+
+                return call
+
+            for name in ("prefill", "verify"):
+                setattr(session._backend, name, watched(name, getattr(session._backend, name)))
+            loaded.run(job)
+        assert calls[-1] == leaves_at
 
 
 def test_a_full_queue_says_when_to_come_back(folder: Path) -> None:

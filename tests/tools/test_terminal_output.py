@@ -9,6 +9,7 @@ from dflash_tools.build_command import default_folder
 from dflash_tools.error_lines import one_line
 from dflash_tools.option_values import read_template_args, read_token_ids
 from dflash_tools.progress import ProgressLine, describe_share
+from dflash_tools.prompt_progress import PromptProgress
 from dflash_tools.sizes import bytes_text, count_text
 
 
@@ -33,6 +34,19 @@ def test_progress_keeps_each_finished_stage() -> None:
     lines = [line.rpartition("\x1b[K")[2] for line in stream.getvalue().split("\n")[:-1]]
     assert [line.partition(":")[0] for line in lines] == ["trace target", "store weights"]
     assert "store weights 100 %" in stream.getvalue()
+
+
+def test_how_far_a_prompt_is_read_goes_away() -> None:
+    stream = Terminal()
+    reading = PromptProgress(stream)
+    for done in (1128, 1256, 2000):
+        reading(done, 2000)
+    shown = stream.getvalue().split("\r\x1b[K")
+    assert shown == ["", "reading the prompt: 1,128 of 2,000 tokens", "reading the prompt: 1,256 of 2,000 tokens", ""]
+    short, piped = Terminal(), io.StringIO()
+    PromptProgress(short)(20, 20)
+    PromptProgress(piped)(128, 2000)
+    assert piped.getvalue() == "" and short.getvalue().replace("\r\x1b[K", "") == ""
 
 
 def test_estimate_comes_once_it_means_something() -> None:
