@@ -6,13 +6,14 @@ is left, the noise, is tested by samples enough to see a distortion of 2 %.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import pytest
+from planted_biases import OneSided, SoftmaxForArgmax, WrongRow, not_renormalised
+from slow_distribution import FILTERS, LIMIT, Scores, expected, surprise
 
 from dflash_runtime import GenerationConfig, sampling
 from dflash_runtime.sampling import TokenChooser
@@ -22,13 +23,7 @@ RANDOM = np.random.default_rng(8)
 TARGET = (RANDOM.normal(size=(3, V)) * 1.5).astype(np.float32)
 DRAFT = (TARGET[:2] * 0.5 + RANDOM.normal(size=(2, V))).astype(np.float32)
 PROMPT = (1, 2)
-FILTERS: list[dict[str, Any]] = [
-    {}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.15}, {"top_k": 5, "top_p": 0.9},
-    {"repetition_penalty": 1.4}, {"presence_penalty": 0.7, "frequency_penalty": 0.4}, {"logit_bias": {3: 2.0}},
-    {"temperature": 1.4, "top_k": 5, "top_p": 0.85, "min_p": 0.05, "repetition_penalty": 1.2, "logit_bias": {0: -1.0}},
-]  # fmt: skip
 KINDS = ["argmax", "coupled", "sampled"]
-Scores = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Backend:
@@ -36,25 +31,6 @@ class Backend:
 
     def outputs(self, kind: Literal["target", "drafter"], rows: int) -> dict[str, Any]:
         return {"logits": TARGET[:rows]} if kind == "target" else {"draft_logits": DRAFT[:rows]}
-
-
-def expected(options: dict[str, Any], before: Sequence[int], row: Any) -> Scores:
-    """The distribution of a row behind tokens of the answer, written down once more and slowly."""
-    one = GenerationConfig(**{"temperature": 1.0, **options})
-    scores = [float(x) + one.logit_bias.get(i, 0.0) for i, x in enumerate(row)]
-    for i in range(V):
-        if i in PROMPT or i in before:
-            scores[i] = scores[i] * one.repetition_penalty if scores[i] < 0 else scores[i] / one.repetition_penalty
-        scores[i] -= one.presence_penalty * (i in before) + one.frequency_penalty * list(before).count(i)
-    powers = {i: float(np.exp(x / one.temperature)) for i, x in enumerate(scores)}
-    ranked = sorted(powers, key=lambda i: -powers[i])
-    if one.top_k:
-        ranked = ranked[: one.top_k]
-    total = sum(powers[i] for i in ranked)
-    ranked = [i for n, i in enumerate(ranked) if sum(powers[j] for j in ranked[:n]) < one.top_p * total]
-    ranked = [i for i in ranked if powers[i] >= one.min_p * powers[ranked[0]]]
-    total = sum(powers[i] for i in ranked)
-    return np.array([powers[i] / total if i in ranked else 0.0 for i in range(V)])
 
 
 class Noiseless:
@@ -116,15 +92,15 @@ def _largest(holds: Callable[[float], bool]) -> float:
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_rejection_sampling_is_exact(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     one = Noiseless(monkeypatch, options, "sampled")
-    np.testing.assert_allclose(one.by_rejection([]), expected(options, [], TARGET[0]), atol=1e-8)
-    first = int(expected(options, [], TARGET[0]).argmax())
-    np.testing.assert_allclose(one.propose([first, 0])[1], expected(options, [first], DRAFT[1]), atol=1e-8)
-    np.testing.assert_allclose(one.by_rejection([first]), expected(options, [first], TARGET[1]), atol=1e-8)
-    second = int(expected(options, [first], TARGET[1]).argmax())
+    np.testing.assert_allclose(one.by_rejection([]), expected(options, PROMPT, [], TARGET[0]), atol=1e-8)
+    first = int(expected(options, PROMPT, [], TARGET[0]).argmax())
+    np.testing.assert_allclose(one.propose([first, 0])[1], expected(options, PROMPT, [first], DRAFT[1]), atol=1e-8)
+    np.testing.assert_allclose(one.by_rejection([first]), expected(options, PROMPT, [first], TARGET[1]), atol=1e-8)
+    second = int(expected(options, PROMPT, [first], TARGET[1]).argmax())
     one.propose([first, second])
     chosen, drawn = one.decide([0.0, 0.0])
     assert chosen[:2] == [first, second], "a number of 0 keeps what the target may say"
-    np.testing.assert_allclose(drawn[-1], expected(options, [first, second], TARGET[2]), atol=1e-8)
+    np.testing.assert_allclose(drawn[-1], expected(options, PROMPT, [first, second], TARGET[2]), atol=1e-8)
 
 
 @pytest.mark.parametrize("kind", ["argmax", "coupled"])
@@ -136,45 +112,8 @@ def test_tokens_compared_are_the_targets_own(options: dict[str, Any], kind: str,
     assert kind == "coupled" or one.proposed == DRAFT.argmax(-1).tolist()
     _, drawn = one.decide([], say=[*one.proposed, 0])
     for i, weights in enumerate(drawn):
-        np.testing.assert_allclose(weights, expected(options, one.proposed[:i], TARGET[i]), atol=1e-8)
+        np.testing.assert_allclose(weights, expected(options, PROMPT, one.proposed[:i], TARGET[i]), atol=1e-8)
     assert len(drawn) == 3
-
-
-class SoftmaxForArgmax(TokenChooser):
-    """The likeliest token is proposed, and judged as if it had been drawn."""
-
-    def propose(self, backend: Any, likeliest: list[int], position: int) -> list[int]:
-        super().propose(backend, likeliest, position)
-        return likeliest
-
-
-class WrongRow(TokenChooser):
-    """The bonus token comes from the row before its own."""
-
-    def choose(self, logits: Any, proposed: Sequence[int], position: int) -> list[int]:
-        return super().choose([*logits[:-1], logits[len(logits) - 2]], proposed, position)  # type: ignore[arg-type]
-
-
-class OneSided(TokenChooser):
-    """The drafter's filter is left out when a proposal is judged; it was drawn with it."""
-
-    def propose(self, backend: Any, likeliest: list[int], position: int) -> list[int]:
-        chosen = super().propose(backend, likeliest, position)
-        everything = self._sampling
-        self._sampling = dataclasses.replace(everything, top_k=0, top_p=1.0)
-        for i, place in enumerate(self._drafted):
-            kept = self._kept(DRAFT[i])
-            assert kept is not None
-            self._drafted[place] = kept
-        self._sampling = everything
-        return chosen
-
-
-def _not_renormalised(p: Any, q: Any) -> Any:
-    """What is missing to 1 falls to the last token, as it does where a number is compared with the running sum."""
-    left = np.maximum(p - q, 0)
-    left[-1] += 1 - left.sum()
-    return np.log(np.maximum(left, 1e-300))
 
 
 def _counts(kind: str, options: dict[str, Any], count: int, make: type[TokenChooser] = TokenChooser) -> list[Any]:
@@ -188,31 +127,19 @@ def _counts(kind: str, options: dict[str, Any], count: int, make: type[TokenChoo
     return list(found)
 
 
-def _surprise(counts: Any, probabilities: Scores) -> float:
-    """Chi-square as deviations of its own from what is usual; infinite for a token that cannot be."""
-    some = probabilities > 0
-    if counts[~some].any():
-        return float("inf")
-    usual = probabilities[some] * counts.sum()
-    freedom = max(some.sum() - 1, 1)
-    return float((((counts[some] - usual) ** 2 / usual).sum() - freedom) / np.sqrt(2 * freedom))
-
-
-LIMIT = 8.0
-"""Of `_surprise`: beyond it by chance less than once in a hundred thousand times, for 2 to 6 degrees of freedom."""
 SAMPLES = 40_000
 
 
 def test_a_distortion_of_two_percent_would_show() -> None:
     """The least visible one, with every token off by the same share: nearly all of 200 samples are beyond the limit."""
-    true = expected({}, [], TARGET[0])
+    true = expected({}, PROMPT, [], TARGET[0])
     half = np.argsort(true)[::2]
     sign = np.where(np.isin(np.arange(V), half), 1.0, -true[half].sum() / (1 - true[half].sum()))
     bent = true * (1 + sign * 0.02 / true[half].sum())
     assert np.abs(bent - true).sum() / 2 == pytest.approx(0.02)
     random = np.random.default_rng(0)
-    assert sum(_surprise(random.multinomial(SAMPLES, bent), true) > LIMIT for _ in range(200)) > 180
-    assert not any(_surprise(random.multinomial(SAMPLES, true), true) > LIMIT for _ in range(200))
+    assert sum(surprise(random.multinomial(SAMPLES, bent), SAMPLES * true) > LIMIT for _ in range(200)) > 180
+    assert not any(surprise(random.multinomial(SAMPLES, true), SAMPLES * true) > LIMIT for _ in range(200))
 
 
 COMBINED: dict[str, Any] = {"top_k": 4, "top_p": 0.95}
@@ -220,7 +147,8 @@ COMBINED: dict[str, Any] = {"top_k": 4, "top_p": 0.95}
 
 def _worst(counts: list[Any], options: dict[str, Any]) -> float:
     """The largest surprise of the three places; without penalties, as the text before a place varies."""
-    return max(_surprise(row, expected(options, [], scores)) for row, scores in zip(counts, TARGET, strict=True))
+    return max(surprise(row, row.sum() * expected(options, PROMPT, [], scores))
+               for row, scores in zip(counts, TARGET, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -240,5 +168,5 @@ def test_enough_samples_follow_the_target(kind: str, options: dict[str, Any]) ->
 @pytest.mark.parametrize("make", [SoftmaxForArgmax, WrongRow, OneSided, None])
 def test_each_known_bias_is_caught(make: type[TokenChooser] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if make is None:
-        monkeypatch.setattr(sampling, "_left", _not_renormalised)
+        monkeypatch.setattr(sampling, "_left", not_renormalised)
     assert _worst(_counts("sampled", COMBINED, 3000, make or TokenChooser), COMBINED) > 2 * LIMIT
