@@ -40,14 +40,19 @@ def played(chances: np.ndarray, luck: np.ndarray, choose: Callable[[], int], lea
 
 def against_fixed(
     chances_of: Callable[[np.random.Generator], np.ndarray], *, informed: bool = True, texts: int = 8,
-    believed_ms: Mapping[int, float] | None = None, slowness: Slowness = lambda ms: 1.0,
+    believed_ms: Mapping[int, float] | None = None, slowness: Slowness = lambda ms: 1.0, alone: bool = False,
 ) -> tuple[float, dict[int, float]]:  # fmt: skip
-    """Mean milliseconds of a text with the controller, and with each fixed size."""
-    controller = BlockSizeController([4, 8, 16], {**ROUND_MS, **(believed_ms or {})} if informed else None)
+    """Mean milliseconds of a text with the controller, and with each fixed size.
+
+    `alone`: every text has a controller of its own, as where `run` answers one prompt and ends.
+    """
+    times = {**ROUND_MS, **(believed_ms or {})} if informed else None
+    controller = BlockSizeController(list(ROUND_MS), times)
     own, fixed = 0.0, dict.fromkeys(ROUND_MS, 0.0)
     for seed in range(texts):
         rng = np.random.default_rng(seed)
         chances, luck = chances_of(rng), rng.random(TOKENS + 32)
+        controller = BlockSizeController(list(ROUND_MS), times) if alone else controller
         controller.begin()
         own += played(chances, luck, controller.choose, controller, slowness)[0] / texts
         for size in fixed:
@@ -88,13 +93,29 @@ def test_a_bursty_text_takes_less_than_with_any_one_size() -> None:
     assert own < min(fixed.values())
 
 
-@pytest.mark.parametrize("tokens", [256, 768])
+@pytest.mark.parametrize(("tokens", "informed", "alone"), [
+    (256, True, False), (768, True, False), (256, True, True), (256, False, True)])  # fmt: skip
 @pytest.mark.parametrize("chances", [(0.0,), (0.2,), (0.35,), (0.9, 0.0) * 32], ids=["0", "0.2", "0.35", "alternating"])
 def test_plain_decoding_is_never_beaten_by_much(
-    chances: tuple[float, ...], tokens: int, monkeypatch: pytest.MonkeyPatch
+    chances: tuple[float, ...], tokens: int, informed: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "TOKENS", tokens)
-    own, fixed = against_fixed(parts(*chances), texts=12)
+    own, fixed = against_fixed(parts(*chances), informed=informed, alone=alone, texts=12)
+    assert own < 1.03 * fixed[1] + 2 * max(ROUND_MS.values())
+
+
+@pytest.mark.parametrize(("length", "hot"), [(4, 0.8), (16, 0.6), (64, 0.95)])
+def test_a_drafter_that_is_right_by_turns_costs_little(
+    length: int, hot: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of every length: those the controller could follow, and those that deceive it."""
+    monkeypatch.setattr(sys.modules[__name__], "TOKENS", 256)
+    turns = np.tile([hot, 0.0], TOKENS)
+
+    def chances(rng: np.random.Generator) -> np.ndarray:
+        return np.repeat(turns, length)[rng.integers(2 * length) :][: TOKENS + 32]
+
+    own, fixed = against_fixed(chances, alone=True, texts=12)
     assert own < 1.03 * fixed[1] + 2 * max(ROUND_MS.values())
 
 
