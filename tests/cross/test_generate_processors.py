@@ -16,7 +16,7 @@ from pairs import MAIN
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from dflash_runtime import GenerationConfig, Session, sampling
-from dflash_runtime.sampling import Sampling, TokenChooser
+from dflash_runtime.sampling import TokenChooser
 
 PROMPT = [5, 17, 3, 60, 42, 8, 17]
 VOCAB = 512
@@ -69,7 +69,7 @@ def generate(model: Any, options: dict[str, Any], new_tokens: int) -> Any:
 
 def largest_difference(said: Any, options: dict[str, Any]) -> float:
     """Between the probabilities of `generate` and those our chooser draws from, over the places of its text."""
-    chooser, worst = TokenChooser(Sampling(seed=0, **options), PROMPT, VOCAB), 0.0
+    chooser, worst = TokenChooser(GenerationConfig(seed=0, **options), PROMPT, VOCAB), 0.0
     for row, scores, token in zip(said.logits, said.scores, said.sequences[0, len(PROMPT) :].tolist(), strict=True):
         kept = chooser._kept(row[0].numpy())
         assert kept is not None
@@ -96,9 +96,9 @@ def test_another_order_would_show(model: Any, monkeypatch: pytest.MonkeyPatch) -
     options = {**FILTERS, **PENALTIES}
     true = sampling._least
 
-    def swapped(scores: Any, one: Sampling, total: float | None = None) -> float:
-        nucleus = true(scores, Sampling(top_p=one.top_p))
-        return max(nucleus, true(scores[scores >= nucleus], Sampling(top_k=one.top_k, min_p=one.min_p)))
+    def swapped(scores: Any, one: GenerationConfig, total: float | None = None) -> float:
+        nucleus = true(scores, GenerationConfig(top_p=one.top_p))
+        return max(nucleus, true(scores[scores >= nucleus], GenerationConfig(top_k=one.top_k, min_p=one.min_p)))
 
     said = generate(model, options, 4)
     assert largest_difference(said, options) < 1e-5
