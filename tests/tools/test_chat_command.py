@@ -399,7 +399,10 @@ def test_the_measurement_of_turns(tmp_path: Path) -> None:
     assert found["same_turns"] == 5 == len(found["turns"])
     for before, turn in itertools.pairwise(found["turns"]):
         assert before["prompt_tokens"] <= turn["reused_tokens"] < turn["prompt_tokens"]
+        assert turn["rows_run"] == turn["prompt_tokens"] - turn["reused_tokens"]
     assert found["turns"][0]["reused_tokens"] == 0
+    assert found["turns"][4]["rows_run"] <= 1.3 * found["turns"][1]["rows_run"]  # what a turn costs does not grow
+    assert found["last_to_second_cpu"] == found["turns"][4]["kept_cpu_ms"] / found["turns"][1]["kept_cpu_ms"] > 0
     assert found["last_to_second"] == found["turns"][4]["kept_ms"] / found["turns"][1]["kept_ms"] > 0
     table = CliRunner().invoke(chat_turns.main, arguments, catch_exceptions=False).stdout
     assert len(table.splitlines()) == 7 and "turn 5 against turn 2" in table

@@ -415,6 +415,7 @@ def test_health_and_metrics_tell_what_happened(server: Running, client: openai.O
     grown = {name: server.metric(name) - value for name, value in before.items()}
     assert list(grown.values()) == [found.usage.prompt_tokens, 24]
     assert server.metric("dflash_acceptance_length_count") > 0
+    assert 'dflash_rounds_total{block_size="4",model="pair"}' in server.get("/metrics").text
     assert server.metric("dflash_time_to_first_token_seconds_count") > 0
     assert server.metric("dflash_time_per_token_seconds_count") > 0
     assert server.metric("dflash_loaded_bundles") == 1

@@ -3,6 +3,9 @@
 A conversation runs some times as `chat` runs it, and then every turn once more with its whole history read anew, which
 is what a fresh session does, behind the same text. The kept rows come from other calls than those of a new prefill, so
 that sums may be rounded otherwise: where two tokens are almost equally likely, the other one may follow.
+
+Beside the clock's time to the first token there is the processor's, which another program on the machine does not
+lengthen (with `--threads 1`; more threads wait for each other by spinning), and the rows that were run.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,13 +41,26 @@ class Turn:
     turn: int
     prompt_tokens: int
     reused_tokens: int
+    rows_run: int
+    """Prompt tokens that were not kept."""
     answer_tokens: int
     kept_ms: float
     """Time to the first token where rows are kept; median."""
+    kept_cpu_ms: float
+    """The same in the processor's time of all threads."""
     whole_ms: float
     """The same with the whole history read anew, once."""
     same_tokens: bool
     """All answers are one, token for token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """One turn of one conversation."""
+
+    result: GenerationResult
+    cpu_ms: float
+    """The processor's time to the first token."""
 
 
 @click.command(cls=DFlashCommand)
@@ -70,29 +87,38 @@ def main(
             progress("rows kept", number, rounds)
             kept.append(converse(session, config, turns))
         progress("read anew", 0, 1)
-        whole = read_anew(session, config, [result.text for result in kept[0]])
+        whole = read_anew(session, config, [said.result.text for said in kept[0]])
     told = [summary(number, [one[number] for one in kept], whole[number]) for number in range(turns)]
-    ratio = told[-1].kept_ms / told[1].kept_ms
+    second, last = told[1], told[-1]
+    ratio, cpu_ratio = last.kept_ms / second.kept_ms, last.kept_cpu_ms / second.kept_cpu_ms
     same = sum(turn.same_tokens for turn in told)
     if as_json:
         rows = [dataclasses.asdict(turn) for turn in told]
-        click.echo(json.dumps({"turns": rows, "last_to_second": ratio, "same_turns": same, "backend": backend}))
+        ratios = {"last_to_second": ratio, "last_to_second_cpu": cpu_ratio}
+        click.echo(json.dumps({"turns": rows, **ratios, "same_turns": same, "backend": backend}))
         return
-    click.echo("turn  prompt tokens  kept  first token, kept  first token, read anew  same tokens")
+    click.echo("turn  prompt tokens  kept  run  first token, kept  processor  first token, read anew  same tokens")
     for turn in told:
-        click.echo(f"{turn.turn:4}  {turn.prompt_tokens:13}  {turn.reused_tokens:4}  {turn.kept_ms:14.1f} ms  "
-                   f"{turn.whole_ms:19.1f} ms  {'yes' if turn.same_tokens else 'no':>11}")
-    click.echo(f"first token of turn {turns} against turn 2, rows kept: {ratio:.2f} times; median of {rounds}")
+        click.echo(f"{turn.turn:4}  {turn.prompt_tokens:13}  {turn.reused_tokens:4}  {turn.rows_run:3}  "
+                   f"{turn.kept_ms:14.1f} ms  {turn.kept_cpu_ms:6.1f} ms  {turn.whole_ms:19.1f} ms  "
+                   f"{'yes' if turn.same_tokens else 'no':>11}")  # fmt: skip
+    click.echo(f"first token of turn {turns} against turn 2, rows kept: {ratio:.2f} times by the clock, "
+               f"{cpu_ratio:.2f} times in the processor's time; {last.rows_run} rows run and {second.rows_run}; median of {rounds}")
 
 
-def converse(session: Session, config: GenerationConfig, turns: int) -> list[GenerationResult]:
+def converse(session: Session, config: GenerationConfig, turns: int) -> list[Said]:
     """One conversation that keeps its rows; it begins without any."""
-    answers, results = list[str](), list[GenerationResult]()
+    answers, found = list[str](), list[Said]()
     for number in range(turns):
-        chosen = dataclasses.replace(config, reuse_prefix=number > 0)
-        results.append(session.generate(history(answers), chosen))
-        answers.append(results[-1].text)
-    return results
+        began_s = time.process_time()
+        pieces = session.stream(history(answers), dataclasses.replace(config, reuse_prefix=number > 0))
+        next(pieces.by_round())
+        cpu_ms = 1000 * (time.process_time() - began_s)
+        for _ in pieces:
+            pass
+        found.append(Said(pieces.result, cpu_ms))
+        answers.append(pieces.result.text)
+    return found
 
 
 def read_anew(session: Session, config: GenerationConfig, answers: Sequence[str]) -> list[GenerationResult]:
@@ -111,16 +137,18 @@ def history(answers: Sequence[str]) -> list[Message]:
     return messages
 
 
-def summary(number: int, kept: Sequence[GenerationResult], whole: GenerationResult) -> Turn:
+def summary(number: int, kept: Sequence[Said], whole: GenerationResult) -> Turn:
     """One turn of all conversations; they are alike, as decoding is greedy."""
     return Turn(
         turn=number + 1,
         prompt_tokens=whole.prompt_token_count,
-        reused_tokens=kept[0].reused_token_count,
-        answer_tokens=len(kept[0].token_ids),
-        kept_ms=statistics.median(result.time_to_first_token_ms for result in kept),
+        reused_tokens=kept[0].result.reused_token_count,
+        rows_run=whole.prompt_token_count - kept[0].result.reused_token_count,
+        answer_tokens=len(kept[0].result.token_ids),
+        kept_ms=statistics.median(said.result.time_to_first_token_ms for said in kept),
+        kept_cpu_ms=statistics.median(said.cpu_ms for said in kept),
         whole_ms=whole.time_to_first_token_ms,
-        same_tokens=all(result.token_ids == whole.token_ids for result in kept),
+        same_tokens=all(said.result.token_ids == whole.token_ids for said in kept),
     )
 
 

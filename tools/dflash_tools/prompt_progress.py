@@ -16,6 +16,7 @@ class PromptProgress:
         self._stream = stream or sys.stderr
         self._shown = self._stream.isatty()
         self._begun: tuple[int, float] | None = None
+        self._written = False
 
     def __call__(self, done: int, total: int) -> None:
         """Shows how many of so many tokens are read."""
@@ -31,10 +32,11 @@ class PromptProgress:
 
     def clear(self) -> None:
         """Takes the line away."""
-        if self._begun is not None:
-            self._begun = None
+        if self._written:
             self._write("")
+        self._begun, self._written = None, False
 
     def _write(self, text: str) -> None:
         self._stream.write(f"\r\x1b[K{text}")
         self._stream.flush()
+        self._written = True

@@ -31,6 +31,8 @@ class ServeMetrics:
         self._finished = Counter("dflash_answers", "Answers by their ending.", ["model", "ending"], registry=registry)
         self._acceptance = Histogram("dflash_acceptance_length", "Tokens committed by a round of draft and verify.",
                                      ["model"], buckets=range(1, _LARGEST_BLOCK + 1), registry=registry)  # fmt: skip
+        self._rounds = Counter("dflash_rounds", "Passes over the target behind the first token, by block size; 1 is plain.",
+                               ["model", "block_size"], registry=registry)  # fmt: skip
         self._wait = Histogram("dflash_queue_wait_seconds", "From arrival to the answer's turn.", ["model"],
                                buckets=_SECONDS, registry=registry)  # fmt: skip
         self._first = Histogram("dflash_time_to_first_token_seconds", "From arrival to the first token.", ["model"],
@@ -61,6 +63,8 @@ class ServeMetrics:
         self._answered.labels(model).inc(len(result.token_ids))
         for length in result.acceptance_lengths:
             self._acceptance.labels(model).observe(length)
+        for size, rounds in result.rounds_by_block_size.items():
+            self._rounds.labels(model, str(size)).inc(rounds)
         self._wait.labels(model).observe(waited_s)
         self._first.labels(model).observe(waited_s + result.time_to_first_token_ms / 1000)
         if result.tokens_per_s > 0:
