@@ -13,7 +13,7 @@ from serve_calls import served_apart
 from tiny_bundle import Sizes, write_bundle
 
 from dflash_runtime.errors import DFlashError
-from dflash_tools.serve_load import main
+from dflash_tools.serve_load import find_faults, main
 from dflash_tools.serve_load_clients import Load, Question, ServerAddress
 
 QUESTION = Question("fake-model", "hi", 8, 0, 0.0)
@@ -22,7 +22,7 @@ QUESTION = Question("fake-model", "hi", 8, 0, 0.0)
 def test_clients_are_answered_evenly_and_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
     folder = write_bundle(tmp_path / "pair", Sizes(likely_tokens=3, max_context=192))
     with served_apart(tmp_path, folder) as (process, url):
-        options = ["--clients", "4", "--seconds", "1", "--tokens", "12", "--bundle", str(folder)]
+        options = ["--clients", "8", "--seconds", "1", "--tokens", "12", "--bundle", str(folder)]
         done = CliRunner().invoke(main, [url, *options, "--terminate", str(process.pid)], catch_exceptions=False)
         assert done.exit_code == 0, done.output
         assert process.wait(timeout=20) == 0
@@ -31,6 +31,14 @@ def test_clients_are_answered_evenly_and_nothing_is_lost_at_the_end(tmp_path: Pa
     low, _, high = lines[1].split()[2:]
     assert 0 < int(low) <= int(high) <= 2 * int(low)
     assert lines[2].startswith("memory")
+
+
+def test_uneven_clients_and_growing_memory_are_faults() -> None:
+    flat = [90_000_000, 100_000_000, 100_000_000, 101_000_000]
+    assert find_faults([400, 401, 399], flat) == find_faults([0, 1, 2], flat) == []
+    assert "400 answers and another 200" in find_faults([400, 200, 399], flat)[0]
+    (told,) = find_faults([4, 4], [90_000_000, 100_000_000, 100_000_000, 125_000_000])
+    assert "25.0 MB more memory" in told
 
 
 def ask_once(load: Load) -> None:

@@ -103,7 +103,8 @@ def main(
                    f"{turn.kept_ms:14.1f} ms  {turn.kept_cpu_ms:6.1f} ms  {turn.whole_ms:19.1f} ms  "
                    f"{'yes' if turn.same_tokens else 'no':>11}")  # fmt: skip
     click.echo(f"first token of turn {turns} against turn 2, rows kept: {ratio:.2f} times by the clock, "
-               f"{cpu_ratio:.2f} times in the processor's time; {last.rows_run} rows run and {second.rows_run}; median of {rounds}")
+               f"{cpu_ratio:.2f} times in the processor's time; {last.rows_run} rows run and {second.rows_run}; "
+               f"median of {rounds}")  # fmt: skip
 
 
 def converse(session: Session, config: GenerationConfig, turns: int) -> list[Said]:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -18,6 +19,10 @@ from dflash_tools.serve_load_clients import Load, Question, ServerAddress
 from dflash_tools.sizes import bytes_text
 
 _SAMPLE_S = 2.0
+_UNEVEN = 1.5
+"""Times as many answers as the client with the fewest, and two more, that a client may have."""
+_GROWN_SHARE, _GROWN_BYTES = 0.02, 8_000_000
+"""What memory may gain from half way to the end; a request's own takes some."""
 _TEXTS = (
     "Why is the sky blue?", "Tell me a story about a fox.", "What is 17 + 25?", "Write a list of three fruits.",
     "Who wrote Faust?", "Say hello in French.", "How does a lock work?", "What comes after Tuesday?",
@@ -40,7 +45,7 @@ def main(url: str, clients: int, seconds: int, tokens: int, model: str | None, a
     """Asks the server at URL from many connections, half of them streaming, and compares every answer.
 
     Prints requests, errors, how even the clients were served, and the server's memory. Exit code 1 where an answer
-    was wrong or lost.
+    was wrong or lost, a client had far fewer than another, or memory grew.
     """  # fmt: skip
     server = ServerAddress(url.removesuffix("/").removesuffix("/v1"), api_key)
     model = model or server.first_model()
@@ -63,9 +68,23 @@ def main(url: str, clients: int, seconds: int, tokens: int, model: str | None, a
         load.stop()
     for thread in threads:
         thread.join()
+    faults = find_faults([load.answered.get(number, 0) for number in range(clients)], memory)
     _report(load, memory, clients, time.monotonic() - started)
-    if load.wrong or load.lost:
+    for line in faults:
+        click.echo(line)
+    if load.wrong or load.lost or faults:
         sys.exit(EXIT_REFUSED)
+
+
+def find_faults(counts: Sequence[int], memory: Sequence[int]) -> list[str]:
+    """What is not as it should be in the clients' answers and in the server's memory over time."""
+    found = []
+    if max(counts) > _UNEVEN * min(counts) + 2:
+        found.append(f"uneven      one client has {max(counts)} answers and another {min(counts)}")
+    half, last = memory[len(memory) // 2], memory[-1]
+    if last - half > _GROWN_SHARE * half + _GROWN_BYTES:
+        found.append(f"growing     {bytes_text(last - half)} more memory at the end than half way")
+    return found
 
 
 def _expected(server: ServerAddress, questions: list[Question], bundle: Path | None) -> dict[Question, str]:

@@ -31,7 +31,7 @@ class ServeMetrics:
         self._finished = Counter("dflash_answers", "Answers by their ending.", ["model", "ending"], registry=registry)
         self._acceptance = Histogram("dflash_acceptance_length", "Tokens committed by a round of draft and verify.",
                                      ["model"], buckets=range(1, _LARGEST_BLOCK + 1), registry=registry)  # fmt: skip
-        self._rounds = Counter("dflash_rounds", "Passes over the target behind the first token, by block size; 1 is plain.",
+        self._rounds = Counter("dflash_rounds", "Rounds behind the first token, by block size; 1 is plain decoding.",
                                ["model", "block_size"], registry=registry)  # fmt: skip
         self._wait = Histogram("dflash_queue_wait_seconds", "From arrival to the answer's turn.", ["model"],
                                buckets=_SECONDS, registry=registry)  # fmt: skip
