@@ -22,7 +22,7 @@ QUESTION = Question("fake-model", "hi", 8, 0, 0.0)
 def test_clients_are_answered_evenly_and_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
     folder = write_bundle(tmp_path / "pair", Sizes(likely_tokens=3, max_context=192))
     with served_apart(tmp_path, folder) as (process, url):
-        options = ["--clients", "8", "--seconds", "1", "--tokens", "12", "--bundle", str(folder)]
+        options = ["--clients", "4", "--seconds", "1", "--tokens", "12", "--bundle", str(folder)]
         done = CliRunner().invoke(main, [url, *options, "--terminate", str(process.pid)], catch_exceptions=False)
         assert done.exit_code == 0, done.output
         assert process.wait(timeout=20) == 0
