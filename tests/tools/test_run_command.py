@@ -52,6 +52,8 @@ def test_of_several_block_sizes_a_controller_chooses(invoke: Invoke, bundle: Pat
         assert data["token_ids"] == answer(bundle, "hello", max_new_tokens=12)
         assert data["block_size_reason"].startswith("Block sizes chosen by tokens per millisecond: ")
         assert sum(data["rounds_by_block_size"].values()) <= 11
+    one = json.loads(invoke("run", bundle, "hello", "--json", "--max-new-tokens", 1).stdout)
+    assert "no round behind its first token" in one["block_size_reason"]  # no figures of rounds that never were
     refused = invoke("run", bundle, "hello", "--block-size", "many")
     assert refused.exit_code == 2 and "neither a whole number nor auto" in refused.stderr
 

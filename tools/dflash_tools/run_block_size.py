@@ -93,13 +93,15 @@ def controller_from(profile: SpeedProfile, block_sizes: Sequence[int], context_t
 
 def chosen_words(controller: BlockSizeController, result: GenerationResult) -> str:
     """What a controller chose in a request, and by which figures."""
+    if not result.rounds_by_block_size:
+        return "Block sizes are chosen round by round; this answer had no round behind its first token."
     rounds = ", ".join(f"{_name(size)} {count} times" for size, count in result.rounds_by_block_size.items())
     rates = [
         f"{_name(size)} {tokens:.2f} tokens in {ms:.1f} ms"
         for size in controller.block_sizes
         for tokens, ms in [(controller.expected_tokens(size)[0], controller.expected_ms(size))]
     ]
-    return f"Block sizes chosen by tokens per millisecond: {rounds or 'none'}. Expected now: {', '.join(rates)}."
+    return f"Block sizes chosen by tokens per millisecond: {rounds}. Expected now: {', '.join(rates)}."
 
 
 def _name(size: int) -> str:
