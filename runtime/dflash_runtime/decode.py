@@ -52,10 +52,8 @@ def decode(
         committed = done.committed
         if -1 in committed:
             place = position + 1 - len(committed) + committed.index(-1)
-            raise NumericsError(
-                f"The target's logits for position {place} are NaN or infinite, so no token can be chosen. "
-                "Build the bundle in a wider precision: --precision bf16 or fp32."
-            )
+            raise NumericsError(f"The target's logits for position {place} are NaN or infinite: no token to choose. "
+                                "Build the bundle in a wider precision: --precision bf16 or fp32.")  # fmt: skip
         full = "length" if end == len(prompt) + max_new_tokens else "context"
         reason = "stop" if committed[-1] in stop_token_ids else full if position + 1 == end else None
         yield done._replace(finish_reason=reason)

@@ -42,7 +42,7 @@ class GenerationConfig:
     chooser: Callable[[GenerationConfig, Sequence[int], int], Any] | None = None
     """Makes the `TokenChooser` of the request, with the arguments of that: one that keeps scores, or rules tokens out.
     What it says for a place may depend on the text before it alone; then the drafter changes nothing."""
-    progress: Callable[[int, int], None] | None = None
+    progress: Callable[[int, int], None] = lambda read, of: None
     """Told after every piece of the prompt how many of its tokens are read, kept ones included, and how many it has.
     What it raises ends the request; what was read is kept for the next."""
     reuse_prefix: bool = True

@@ -68,12 +68,11 @@ class Session:
             NumericsError: the model's logits were not finite.
         """
         pieces = self.stream(prompt, config)
-        for _ in pieces:
-            pass
+        list(pieces)
         return pieces.result
 
     def stream(self, prompt: Prompt, config: GenerationConfig | None = None) -> TextPieces:
-        """Like `generate`, but gives the text piece by piece; the iterator's `result` is there once it has ended."""
+        """Like `generate`, but gives the text round by round; the iterator's `result` is there once it has ended."""
         if self._closed:
             raise PromptError("The session is closed. Open another one with Session.open.")
         started = time.perf_counter()
@@ -99,7 +98,7 @@ class Session:
 
     def _prompt_ids(self, prompt: Prompt, config: GenerationConfig) -> list[int]:
         """Token ids of any kind of prompt, checked against the vocabulary and the context."""
-        manifest, tokenizer = self.bundle.manifest, self.tokenizer
+        manifest, tokenizer, ids = self.bundle.manifest, self.tokenizer, prompt
         if isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping)):
             if tokenizer is None:
                 raise PromptError("The bundle has no tokenizer, so the prompt must be a list of token ids.")
@@ -109,8 +108,6 @@ class Session:
                 raise PromptError("raw is True, but the prompt is a list of messages. Leave raw out or give text.")
             else:
                 ids = tokenizer.encode_messages(_messages(prompt), config.template_args)
-        else:
-            ids = list(prompt)  # type: ignore[arg-type]
         ids = check_ids("prompt", ids, manifest.target.vocab_size)
         if not ids:
             raise PromptError("The prompt has no tokens. Give at least one.")
@@ -144,14 +141,12 @@ class TextPieces(Iterator[str]):
             max_new_tokens=config.max_new_tokens, max_context_tokens=manifest.max_context_tokens,
             stop_token_ids=frozenset(stop_ids), chooser=self._chooser,
             block_size_of=config.block_size_of(manifest) if self._controller is None else lambda n: controller.choose(),
-            kept_rows=_kept_rows(self.known_ids, prompt_ids) if config.reuse_prefix else 0, read=self._read,
-        )
+            kept_rows=_kept_rows(self.known_ids, prompt_ids) if config.reuse_prefix else 0, read=self._read)
         decode_ids = (lambda ids: "") if session.tokenizer is None else session.tokenizer.decode
         self._text = TextStream(decode_ids, config.stop_strings)
-        self._started_s, self._first_token_s, self._decode_s = started_s, 0.0, 0.0
+        self._started_s, self._first_token_s, self._decode_s, self._closed = started_s, 0.0, 0.0, False
         self.rounds: list[Round] = []  # what was committed so far, the prefill's token first
         self._pieces: list[str] = []
-        self._closed = False
 
     @property
     def result(self) -> GenerationResult:
@@ -178,18 +173,13 @@ class TextPieces(Iterator[str]):
         self._rounds.close()
 
     def __next__(self) -> str:
-        """The next piece of text, never empty."""
-        if piece := next(filter(None, self.by_round()), ""):
-            return piece
-        raise StopIteration
-
-    def by_round(self) -> Iterator[str]:
-        """The rest of the text as it comes, so that a reader who may leave is asked at every round: some bring none."""
-        while not self.rounds or self.rounds[-1].finish_reason is None:
-            if self._closed:
-                raise PromptError("The stream was closed, or another request began. Start the request again.")
-            self._pieces.append(self._commit(self._next_round()))
-            yield self._pieces[-1]
+        """The text of the next round; it may be empty, so that a reader who would leave is asked at every round."""
+        if self.rounds and self.rounds[-1].finish_reason is not None:
+            raise StopIteration
+        if self._closed:
+            raise PromptError("The stream was closed, or another request began. Start the request again.")
+        self._pieces.append(self._commit(self._next_round()))
+        return self._pieces[-1]
 
     def _next_round(self) -> Round:
         before = time.perf_counter()
@@ -209,10 +199,9 @@ class TextPieces(Iterator[str]):
         return done
 
     def _read(self, rows: int) -> None:
-        if self._progress is not None:
-            self.known_ids = self._prompt_ids[: rows + 1]  # if it ends the request, these rows are right
-            self._progress(rows, len(self._prompt_ids))
-            self.known_ids = []
+        self.known_ids = self._prompt_ids[: rows + 1]  # right, if the next line ends the request
+        self._progress(rows, len(self._prompt_ids))
+        self.known_ids = []
 
     def _commit(self, done: Round) -> str:
         """Takes a round's tokens up to where a stop string is complete, and returns their text."""

@@ -148,7 +148,7 @@ def test_seeded_texts_of_drawn_proposals_take_no_block_sizes_by_time(folder: Pat
         for options in ({}, {"proposals": "coupled"}, {"proposals": "sampled"}, {"proposals": "sampled", "seed": None},
                         {"proposals": "sampled", "temperature": 0.0}):  # fmt: skip
             asked = GenerationConfig(**{"temperature": 1.0, "seed": 3, **options})
-            sizes[str(options)] = loaded._config(Question("hi", asked), 5, []).block_size
+            sizes[str(options)] = loaded._config(Question("hi", asked), 5, [], lambda read, of: None).block_size
     assert list(sizes.values()) == ["auto", "auto", None, "auto", "auto"]
 
 

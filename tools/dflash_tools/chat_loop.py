@@ -140,7 +140,7 @@ def show_answer(
     pieces, painted = list[str](), 0
     interruption.may_break = True
     try:
-        for piece in stream.by_round():
+        for piece in stream:
             pieces.append(piece)
             if shown := piece if painter is None else painter.paint(stream.rounds[painted:]):
                 screen.write(shown)

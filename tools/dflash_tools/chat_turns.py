@@ -113,7 +113,7 @@ def converse(session: Session, config: GenerationConfig, turns: int) -> list[Sai
     for number in range(turns):
         began_s = time.process_time()
         pieces = session.stream(history(answers), dataclasses.replace(config, reuse_prefix=number > 0))
-        next(pieces.by_round())
+        next(pieces)
         cpu_ms = 1000 * (time.process_time() - began_s)
         for _ in pieces:
             pass

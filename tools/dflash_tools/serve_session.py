@@ -96,7 +96,7 @@ class LoadedBundle:
         shown, shown_chars = ShownTokens(self._texts, manifest.text.stop_token_ids), 0
         job.emit(Started(len(ids)))
         try:
-            for piece in pieces.by_round():
+            for piece in pieces:
                 if job.cancelled:
                     raise _LeftError
                 shown_chars += len(piece)
@@ -133,7 +133,7 @@ class LoadedBundle:
                            code="invalid_prompt") from error  # fmt: skip
 
     def _config(self, question: Question, prompt_tokens: int, choosers: list[ServedChooser],
-                progress: Callable[[int, int], None] | None = None) -> GenerationConfig:  # fmt: skip
+                progress: Callable[[int, int], None]) -> GenerationConfig:  # fmt: skip
         config, most = question.config, self._options.max_new_tokens
         wanted = config.max_new_tokens or most or self.session.bundle.manifest.max_context_tokens
         if most is not None and wanted > most:
