@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from dflash_tools.graph_probe import GraphProbe
 from dflash_tools.reference_record import CONTEXT, DRAFTER, TARGET, Call
+from dflash_tools.reference_tensors import Array, Tensors
 
 
 def target_calls(text: int, first_sequence: int, prompt: Sequence[int], whole: Sequence[int], vocab_size: int
@@ -74,3 +76,13 @@ def drafter_calls(
 def capacity_rows(calls: Sequence[Call], block_size: int) -> int:
     """Rows a cache needs for all calls and for rounds over the same texts."""
     return max(call.position + call.rows for call in calls) + block_size + 8
+
+
+def run_call(probe: GraphProbe, call: Call, taps: Array | None) -> Tensors:
+    """One call; the taps are the text's, of which the context takes its rows."""
+    if call.graph == TARGET:
+        return probe.target(call.ids, call.position)
+    if call.graph == CONTEXT:
+        assert taps is not None
+        return probe.context(taps[call.taps_from : call.taps_from + call.rows], call.position)
+    return probe.draft(call.ids, call.position)

@@ -6,18 +6,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from dflash_export.deviation import deviation
 from dflash_tools.graph_probe import GraphProbe, joined_taps
-from dflash_tools.reference_calls import drafter_calls, target_calls
+from dflash_tools.own_deviation import own_deviation
+from dflash_tools.reference_calls import drafter_calls, run_call, target_calls
 from dflash_tools.reference_file import Reference
 from dflash_tools.reference_record import (
     CONTEXT,
     REFERENCE_SCHEMA_VERSION,
-    TARGET,
     Call,
-    OwnDeviation,
     PairFacts,
     ReferenceFacts,
     ReferenceText,
@@ -28,6 +24,7 @@ from dflash_tools.reference_tensors import (
     CHOICE_SCORES,
     Array,
     Tensors,
+    candidates,
     is_choice,
     is_output,
     likeliest,
@@ -87,12 +84,12 @@ def make_reference(
     texts, calls = [], list[Call]()
     for i, prompt in enumerate(prompts):
         progress("reference texts", i, len(prompts))
-        text, own = _text(order, prompt, oracle, i, calls, arrays)
+        text, its_calls = _text(order, prompt, oracle, i, calls, arrays)
         texts.append(text)
-        calls += own
+        calls += its_calls
     progress("reference texts", len(prompts), len(prompts))
     results = _run(calls, texts, oracle, progress)
-    own_deviations = {name: _own(calls, results, texts, twin) for name, twin in twins.items()}
+    own = {n: own_deviation(calls, results, texts, arrays, order.pair, twin) for n, twin in twins.items()}
     sketched = _keep(calls, results, arrays, budgets or BUDGET_BYTES)
     for n, text in enumerate(texts):
         logits = results[text.whole_call]["logits"][len(text.ids) - 1 : -1]
@@ -103,7 +100,7 @@ def make_reference(
     facts = ReferenceFacts(
         REFERENCE_SCHEMA_VERSION, order.oracle, order.precision, order.config_sha256,
         order.drafter_config_sha256, order.pair, texts, calls, names,
-        sketched, own_deviations, order.versions, order.quantized,
+        sketched, own, order.versions, order.quantized,
     )  # fmt: skip
     return Reference(facts, arrays)
 
@@ -150,7 +147,7 @@ def generate(oracle: GraphProbe, ids: Sequence[int], new_tokens: int, block_size
         if mask is not None and size > 1:
             found = oracle.draft([tokens[-1], *[mask] * (size - 1)], position)
             proposed = [int(token) for token in found["draft_ids"][:, 0]]
-            drafts.append(_candidates(found))
+            drafts.append(candidates(found))
         found = oracle.target([tokens[-1], *proposed], position)
         chosen = [int(token) for token in found["logits"].argmax(-1)]
         right = next((i for i, token in enumerate(proposed) if token != chosen[i]), len(proposed))
@@ -160,23 +157,6 @@ def generate(oracle: GraphProbe, ids: Sequence[int], new_tokens: int, block_size
             rounds.append(Round(position, tokens[-1], proposed, committed))
         tokens += committed
     return tokens, rounds, drafts
-
-
-def _candidates(found: Tensors) -> tuple[Array, Array]:
-    """Of an oracle that says by what it chose; of another one the likeliest tokens."""
-    if CHOICE_IDS in found:
-        return found[CHOICE_IDS], found[CHOICE_SCORES]
-    return likeliest(found["draft_logits"])
-
-
-def run_call(probe: GraphProbe, call: Call, taps: Array | None) -> Tensors:
-    """One call; the taps are the text's, of which the context takes its rows."""
-    if call.graph == TARGET:
-        return probe.target(call.ids, call.position)
-    if call.graph == CONTEXT:
-        assert taps is not None
-        return probe.context(taps[call.taps_from : call.taps_from + call.rows], call.position)
-    return probe.draft(call.ids, call.position)
 
 
 def _run(calls: Sequence[Call], texts: Sequence[ReferenceText], probe: GraphProbe, progress: Progress
@@ -191,44 +171,6 @@ def _run(calls: Sequence[Call], texts: Sequence[ReferenceText], probe: GraphProb
         results.append({name: array for name, array in found.items() if name not in _NOT_KEPT})
     progress("reference calls", len(calls), len(calls))
     return results
-
-
-def _own(calls: Sequence[Call], exact: Sequence[Tensors], texts: Sequence[ReferenceText], twin: GraphProbe
-         ) -> OwnDeviation:
-    """The twin's deviation from the oracle on the same calls, each given the oracle's own taps."""
-    tensors, state = dict[str, float](), dict[str, float]()
-    margins = {TARGET: 0.0, "drafter": 0.0}
-    own_taps: Array | None = None
-    for number, call in enumerate(calls):
-        if number == 0 or call.sequence != calls[number - 1].sequence:
-            twin.reset()
-        whole, expected = texts[call.text].whole_call, exact[number]
-        found = run_call(twin, call, joined_taps(exact[whole]))
-        _add_deviations(tensors, call.graph, found, expected)
-        if call.graph == TARGET:
-            _add_deviations(state, call.graph, found, expected)
-            own_taps = joined_taps(found) if number == whole else own_taps
-        elif call.graph == CONTEXT and call.position == 0 and own_taps is not None and call.rows == len(own_taps):
-            _add_deviations(state, call.graph, twin.context(own_taps, 0), expected)
-        for model, name in ((TARGET, "logits"), ("drafter", "draft_logits")):
-            if name in found:
-                margins[model] = max(margins[model], _margin_change(found[name], expected[name]))
-    return OwnDeviation(tensors, state, margins[TARGET], margins["drafter"])
-
-
-def _add_deviations(worst: dict[str, float], graph: str, found: Tensors, expected: Tensors) -> None:
-    for name in [name for name in expected.keys() & found.keys() if not is_choice(name)]:
-        key = f"{graph}/{name}"
-        worst[key] = max(worst.get(key, 0.0), deviation(found[name], expected[name]))
-
-
-def _margin_change(found: Array, exact: Array) -> float:
-    """Largest change of the distance from the likeliest token to one of the next likely ones, in logits."""
-    if not np.isfinite(found).all():
-        return float("inf")
-    top, _ = likeliest(exact)
-    one, two = (np.take_along_axis(logits, top, -1) for logits in (found, exact))
-    return float(np.abs((one[:, :1] - one) - (two[:, :1] - two)).max())
 
 
 def _keep(

@@ -7,7 +7,8 @@ from typing import Any
 
 from dflash_runtime.bundle import Manifest
 
-REFERENCE_SCHEMA_VERSION = 1
+REFERENCE_SCHEMA_VERSION = 2
+"""Since 2 PyTorch's own deviation of proposals is that behind taps which are rounded too."""
 TARGET, CONTEXT, DRAFTER = "target", "drafter_context", "drafter"
 INT8_PRODUCTS = "int8 products"
 """Computing in fp32 but for products with quantised weights, whose activations are rounded to int8."""
@@ -87,13 +88,13 @@ class OwnDeviation:
     """How far PyTorch that rounds what it computes is from PyTorch in fp32: what a bound is a multiple of."""
 
     tensors: dict[str, float]
-    """`graph/name` -> largest relative deviation over all calls."""
+    """`graph/name` -> largest relative deviation over all calls, the context's on the right taps."""
     state: dict[str, float]
-    """The same for cache rows made from the half-precision target's own taps."""
+    """The same where the drafter goes by the taps of the target that rounds: what a runtime's caches hold."""
     target_margin: float
     """Largest change of the distance between the likeliest token and a likely one, in logits."""
     draft_margin: float
-    """The same for the drafter; 0 without one."""
+    """The same for what proposals are chosen by, behind the taps of the target that rounds; 0 without a drafter."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,8 +38,10 @@ class Bounds:
                 f"Make it again: dflash-export reference BUNDLE"
                 + ("" if precision == INT8_PRODUCTS else f" --precision {precision}")
             )
-        infinite = [name for name, value in own.tensors.items() if not np.isfinite(value)]
-        if infinite:
+        margins = {"target/logits": own.target_margin, "drafter/draft_logits": own.draft_margin}
+        measured = [*own.tensors.items(), *own.state.items(), *margins.items()]
+        infinite = [name for name, value in measured if not np.isfinite(value)]
+        if infinite:  # nothing is over an infinite bound
             raise BundleError(f"PyTorch itself overflows in {precision} at {infinite[0]}. Use bf16 or fp32.")
         self._own = own
 

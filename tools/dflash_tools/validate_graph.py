@@ -10,8 +10,8 @@ import numpy as np
 
 from dflash_runtime.bundle import CheckRow
 from dflash_tools.graph_probe import GraphProbe
+from dflash_tools.reference_calls import run_call
 from dflash_tools.reference_file import Reference
-from dflash_tools.reference_making import run_call
 from dflash_tools.reference_record import CONTEXT, DRAFTER, TARGET, Call
 from dflash_tools.reference_tensors import Tensors, is_output
 from dflash_tools.validate_comparison import Bounds, Difference, WorstRows, differences, values_at

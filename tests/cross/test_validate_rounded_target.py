@@ -1,0 +1,116 @@
+"""A target that rounds and a drafter in floats: the drafter is held to fp32, its proposals to what the taps bring."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Once
+from faults import (
+    block_sits_one_position_late,
+    context_sits_one_position_late,
+    last_slot_is_another_token,
+    taps_are_one_layer_late,
+    taps_are_swapped,
+    window_is_one_narrower,
+    window_is_one_wider,
+)
+from faulty_loops import RUNTIME_FAULTS, RuntimeFault
+from planted_faults import Fault, drafter, in_context, in_drafter, in_target, of_pair, scale_channel
+from planting import PAIR, manifest, planted, weight
+from quantized_planting import export_quantized, one_scale_is_wrong, part
+from validation_runs import assert_healthy, first_failure, make, ort_cpu, portable, stored
+
+from dflash_export.quantization import quantize_options
+from dflash_runtime import BundleError
+from dflash_tools.graph_probe import ProbeBackend
+from dflash_tools.reference_file import Reference
+from dflash_tools.reference_record import INT8_PRODUCTS
+from dflash_tools.validate_comparison import EXACT_TOLERANCE, Bounds
+from dflash_tools.validate_engine import BundleEngine
+
+PROMPTS = ["sky", "2 + 2"]
+TARGET_ALONE = quantize_options("int4", "keep", "keep")
+
+
+@pytest.fixture(scope="module")
+def healthy(once: Once) -> Path:
+    return once("rounded-target", lambda folder: export_quantized(folder, PAIR, TARGET_ALONE)) / "bundle"
+
+
+@pytest.fixture(scope="module")
+def reference(healthy: Path, once: Once) -> Reference:
+    folder = once("rounded-target-reference", lambda f: make(healthy, f / "r", new_tokens=16, prompts=PROMPTS))
+    return stored(folder / "r")
+
+
+def test_a_healthy_one_passes_every_level(healthy: Path, reference: Reference) -> None:
+    assert_healthy(healthy, ort_cpu, reference)
+    assert_healthy(healthy, portable, reference)
+
+
+def test_the_bounds_are_those_of_what_comes_before(reference: Reference) -> None:
+    own, bounds = reference.facts.own[INT8_PRODUCTS], Bounds(reference, INT8_PRODUCTS)
+    drafters = [value for name, value in own.tensors.items() if not name.startswith("target/")]
+    assert drafters and max(drafters) < 1e-6, "on the right taps the drafter has nothing to round"
+    assert bounds.allowed("drafter", "draft_logits") < 1.1 * EXACT_TOLERANCE
+    for name in ("drafter_context/present.0.key", "drafter_context/present.1.value", "drafter/draft_logits"):
+        assert own.state[name] > 1e-3
+    assert bounds.margin("drafter") > 0 and bounds.margin("target") > 0
+
+
+def test_a_bound_without_end_is_refused(reference: Reference) -> None:
+    own = reference.facts.own[INT8_PRODUCTS]
+    for change in ({"draft_margin": np.inf}, {"state": {**own.state, "drafter_context/present.0.key": np.inf}}):
+        endless = {INT8_PRODUCTS: dataclasses.replace(own, **change)}
+        facts = dataclasses.replace(reference.facts, own=endless)
+        with pytest.raises(BundleError, match="overflows in int8 products at drafter"):
+            Bounds(dataclasses.replace(reference, facts=facts), INT8_PRODUCTS)
+
+
+Q, DOWN = "drafter.layers.0.self_attn.q_proj.weight", "drafter.layers.1.mlp.down_proj.weight"
+FAULTS = [
+    in_target("taps swapped", 0, "tap", planted(taps_are_swapped), "taps.0", "output of layer 2"),
+    in_target("taps one layer late", 0, "tap", planted(taps_are_one_layer_late), "taps.0"),
+    in_target("a wrong scale", 1, "MLP", part("model.layers.1.mlp.up_proj.weight", "scales", one_scale_is_wrong)),
+    in_context("one number of fc", None, "context", drafter("fc.weight"), "fc"),
+    in_context("one number of the drafter's v", 1, "v", drafter("layers.1.self_attn.v_proj.weight")),
+    in_context("the context one position late", 0, "rope", planted(context_sits_one_position_late)),
+    in_drafter("one number of the drafter's MLP", 1, "MLP", drafter("layers.1.mlp.down_proj.weight")),
+    in_drafter("a channel of the drafter's MLP", 1, "MLP", weight(DOWN, scale_channel)),
+    in_drafter("a drafter's q two per mille too large", 0, "q", weight(Q, lambda values: values * 1.002)),
+    in_drafter("the block one position late", 0, "rope", planted(block_sits_one_position_late)),
+    in_drafter("the drafter's window wider", 0, "attention", planted(window_is_one_wider), "", "window"),
+    in_drafter("the drafter's window narrower", 0, "attention", planted(window_is_one_narrower)),
+    in_drafter("a mask id inside the graph", None, "embedding", planted(last_slot_is_another_token)),
+    of_pair("the mask id", "acceptance", "mask id", manifest(lambda d: d["drafter"].update(mask_token_id=510))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_named(healthy: Path, reference: Reference, tmp_path: Path, fault: Fault) -> None:
+    bundle = shutil.copytree(healthy, tmp_path / "b")
+    fault.change(bundle)
+    verdict = first_failure(bundle, ort_cpu, reference)
+    assert verdict is not None and verdict.first is not None
+    found = verdict.first
+    assert (verdict.level, found.graph, found.layer, found.part) == (fault.level, fault.graph, fault.layer, fault.part)
+    assert fault.tensor in found.tensor and fault.cause in found.cause
+
+
+@pytest.mark.parametrize("fault", RUNTIME_FAULTS, ids=lambda fault: fault.backend.__name__)
+def test_a_fault_of_the_loop_is_named(healthy: Path, reference: Reference, fault: RuntimeFault) -> None:
+    class Faulty(BundleEngine):
+        def backend(self) -> ProbeBackend:
+            manifest = self.bundle.manifest
+            return fault.backend(self.probe(manifest.max_context_tokens + 16), manifest, 16)
+
+    verdict = first_failure(healthy, lambda bundle: Faulty(bundle, "ort-cpu", 1), reference)
+    assert verdict is not None and verdict.first is not None
+    found = verdict.first
+    assert (verdict.level, found.graph, found.layer, found.part) == (fault.level, fault.graph, fault.layer, fault.part)
+
+
