@@ -41,7 +41,6 @@ BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} 
     "ort_probe",
     "portable_reference",
     "reference_building",
-    "torch_choices",
     "torch_int8_products",
     "torch_loading",
     "torch_oracle",

@@ -133,6 +133,7 @@ def test_half_precision_is_judged_by_pytorchs_own_deviation(exported: Make, name
     own = reference.facts.own["bf16"]
     assert own.tensors["target/present.3.key"] > 0 and own.state["drafter_context/present.0.key"] > 0
     assert own.target_margin > 0 and own.draft_margin > 0
+    assert own.state["drafter/draft_logits"] > 0, "proposals behind taps that are rounded too"
     with pytest.raises(BundleError, match="--precision fp16"):
         Bounds(reference, "fp16")
 

@@ -164,6 +164,8 @@ VARIANTS = {
     "int4-groups-of-64-bf16": (("int4", "keep", "int4"), {"group_size": 64}, "bf16", True),
     "int8-fp16": (("int8", "int8", "keep"), {}, "fp16", False),
     "drafter-alone": (("keep", "keep", "int4"), {"symmetric": False}, None, False),
+    "target-alone-bf16": (("int4", "keep", "keep"), {"symmetric": False}, "bf16", False),
+    "head-alone": (("keep", "int4", "keep"), {}, None, False),
     "head-alone-tied": (("keep", "int8", "keep"), {}, "bf16", True),
     "fp8": (("fp8", "keep", "fp8"), {}, "bf16", False),
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Once
+from drafter_formats.format_target import TARGET as FORMAT_TARGET
 from faults import (
     block_sits_one_position_late,
     context_sits_one_position_late,
@@ -19,14 +20,21 @@ from faults import (
     window_is_one_wider,
 )
 from faulty_loops import RUNTIME_FAULTS, RuntimeFault
+from pairs import quiet
 from planted_faults import Fault, drafter, in_context, in_drafter, in_target, of_pair, scale_channel
 from planting import PAIR, manifest, planted, weight
 from quantized_planting import export_quantized, one_scale_is_wrong, part
+from tiny_models import favour_few_tokens, write_target
 from validation_runs import assert_healthy, first_failure, make, ort_cpu, portable, stored
 
+from dflash_engines.ort_cpu import lower_bundle
+from dflash_export.build import export_bundle
+from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.quantization import quantize_options
 from dflash_runtime import BundleError
+from dflash_runtime.bundle import Bundle
 from dflash_tools.graph_probe import ProbeBackend
+from dflash_tools.portable_reference import portable_reference
 from dflash_tools.reference_file import Reference
 from dflash_tools.reference_record import INT8_PRODUCTS
 from dflash_tools.validate_comparison import EXACT_TOLERANCE, Bounds
@@ -114,3 +122,28 @@ def test_a_fault_of_the_loop_is_named(healthy: Path, reference: Reference, fault
     assert (verdict.level, found.graph, found.layer, found.part) == (fault.level, fault.graph, fault.layer, fault.part)
 
 
+
+
+FORMATS = Path(__file__).parent / "drafter_formats"
+
+
+@pytest.mark.parametrize("name", ["speculators-reduced", "speculators-dflash2"])
+def test_a_drafter_that_does_not_propose_the_likeliest(tmp_path: Path, name: str) -> None:
+    """Its proposals are judged by what they are chosen by, in the target's ids; also where graphs are the oracle."""
+    write_target(tmp_path / "target", "qwen3", **FORMAT_TARGET)
+    favour_few_tokens(tmp_path / "target", 5)
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    rounded = quantize_options("int8", "keep", "keep")
+    options = BuildOptions(str(tmp_path / "target"), str(FORMATS / name), quantize=rounded)
+    export_bundle(plan_build(options), bundle, quiet)
+    lower_bundle(bundle)
+    make(bundle, tmp_path / "r", new_tokens=8)
+    for reference in (stored(tmp_path / "r"), portable_reference(Bundle.open(bundle, check_files=False), quiet)):
+        assert not reference.facts.pair.proposes_likeliest and reference.facts.own[INT8_PRODUCTS].draft_margin > 0
+        for index, text in enumerate(reference.facts.texts):
+            for number, one in enumerate(text.rounds):
+                best = reference.expected(f"text{index}.round{number}_ids")[:, 0]
+                scores = reference.expected(f"text{index}.round{number}_logits")
+                assert best.tolist() == one.proposed and (scores[:, :1] >= scores).all()
+        assert_healthy(bundle, ort_cpu, reference)

@@ -8,9 +8,10 @@ import numpy as np
 
 from dflash_export.deviation import deviation
 from dflash_tools.graph_probe import GraphProbe, joined_taps
+from dflash_tools.proposal_scores import scores_of
 from dflash_tools.reference_calls import run_call
 from dflash_tools.reference_record import CONTEXT, TARGET, Call, OwnDeviation, PairFacts, ReferenceText
-from dflash_tools.reference_tensors import NEXT_COUNT, Array, Tensors, is_choice, likeliest, scores_of
+from dflash_tools.reference_tensors import NEXT_COUNT, Array, Tensors, is_choice, likeliest
 
 
 def own_deviation(

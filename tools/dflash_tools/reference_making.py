@@ -8,6 +8,7 @@ from typing import Any
 
 from dflash_tools.graph_probe import GraphProbe, joined_taps
 from dflash_tools.own_deviation import own_deviation
+from dflash_tools.proposal_scores import with_next_likeliest
 from dflash_tools.reference_calls import drafter_calls, run_call, target_calls
 from dflash_tools.reference_file import Reference
 from dflash_tools.reference_record import (
@@ -20,11 +21,8 @@ from dflash_tools.reference_record import (
     Round,
 )
 from dflash_tools.reference_tensors import (
-    CHOICE_IDS,
-    CHOICE_SCORES,
     Array,
     Tensors,
-    candidates,
     is_choice,
     is_output,
     likeliest,
@@ -34,7 +32,7 @@ from dflash_tools.reference_tensors import (
 BUDGET_BYTES = {"outputs": 3 << 20, "inner": 1 << 20}
 """Above this the rows of all tensors of a kind are sketched."""
 
-_NOT_KEPT = ("token_ids", CHOICE_IDS, CHOICE_SCORES)
+_NOT_KEPT = ("token_ids", "draft_candidates", "draft_edges", "draft_vocabulary")
 
 Progress = Callable[[str, int, int], None]
 
@@ -147,7 +145,7 @@ def generate(oracle: GraphProbe, ids: Sequence[int], new_tokens: int, block_size
         if mask is not None and size > 1:
             found = oracle.draft([tokens[-1], *[mask] * (size - 1)], position)
             proposed = [int(token) for token in found["draft_ids"][:, 0]]
-            drafts.append(candidates(found))
+            drafts.append(with_next_likeliest(found))
         found = oracle.target([tokens[-1], *proposed], position)
         chosen = [int(token) for token in found["logits"].argmax(-1)]
         right = next((i for i, token in enumerate(proposed) if token != chosen[i]), len(proposed))

@@ -22,8 +22,6 @@ TOP_COUNT = 64
 """Likeliest tokens whose scores are kept at every place, to judge another choice by its distance."""
 NEXT_COUNT = 16
 """Those of them by which it is measured how far rounding moves distances."""
-CHOICE_IDS, CHOICE_SCORES = "choice_ids", "choice_scores"
-"""The best candidates of each proposal and what they were chosen by, [b - 1, k]: of PyTorch only."""
 _SIGN_SEED = 8128
 _OUTPUT = re.compile(r"(logits|draft_logits|token_ids|draft_ids|taps\.\d+|present\.\d+\.(key|value))$")
 
@@ -47,35 +45,6 @@ def likeliest(logits: Array) -> tuple[Array, Array]:
     """The likeliest tokens of each row and their logits, [R, k], likeliest first."""
     ids = np.argsort(-logits, axis=-1, kind="stable")[:, :TOP_COUNT]
     return ids.astype(np.int64), np.take_along_axis(logits, ids, -1).astype(np.float32)
-
-
-def candidates(found: Tensors) -> tuple[Array, Array]:
-    """The best candidates of a block's proposals and what they were chosen by, [b - 1, k], best first.
-
-    Of an oracle that says by what it chose; of another one the likeliest tokens.
-    """
-    if CHOICE_IDS in found:
-        return found[CHOICE_IDS], found[CHOICE_SCORES]
-    return likeliest(found["draft_logits"])
-
-
-def scores_of(found: Tensors, ids: Array, *, likeliest_alone: bool) -> Array:
-    """What a probe's proposals were chosen by, for ids of its own or of another probe.
-
-    Args:
-        found: What a draft gave.
-        ids: [b - 1, k].
-        likeliest_alone: Proposals are the likeliest of the draft logits, which say the score of every id.
-
-    Returns:
-        [b - 1, k], NaN for an id that was no candidate.
-    """
-    if likeliest_alone or CHOICE_IDS not in found:
-        return np.take_along_axis(found["draft_logits"], ids, -1)
-    same = ids[:, :, None] == found[CHOICE_IDS][:, None, :]
-    scores = np.take_along_axis(found[CHOICE_SCORES], same.argmax(-1), -1)
-    known: Array = np.where(same.any(-1), scores, np.nan)
-    return known
 
 
 def cache_rows_of(array: Array, start: int, end: int) -> Array:

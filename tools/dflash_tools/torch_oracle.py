@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
-from dflash_export.drafter import Drafter, masked_attention
+from dflash_export.drafter import Drafter, masked_attention, proposals_by_definition
 from dflash_export.drafter_weights import PREFIX, quantized_parameters
 from dflash_export.reference_run import Step, TargetReference
 from dflash_export.weight_store import PRECISIONS, TORCH_DTYPES
 from dflash_tools.reference_tensors import Array, Tensors, cache_rows_of, rows_of
-from dflash_tools.torch_choices import choices
 from dflash_tools.torch_int8_products import round_activations, rounded_to_int8
 
 INPUT = ":input"
@@ -128,8 +127,10 @@ class TorchOracle:
         hidden = drafter.block(torch.tensor([list(ids)]), torch.arange(position, position + len(ids))[None], attend)
         self._watching = False
         logits = drafter.logits(hidden[:, 1:])
-        made = choices(drafter, hidden, logits, ids[0])
-        return {**self._in_order(block), "draft_logits": rows_of(logits.float().numpy()), **made}
+        anchor = torch.tensor([[ids[0]]])
+        made = drafter.outputs(hidden[:, 1:], logits, anchor)
+        made["draft_ids"] = proposals_by_definition(drafter, hidden, logits, anchor).unsqueeze(2)
+        return {**self._in_order(block), **{name: rows_of(tensor.numpy()) for name, tensor in made.items()}}
 
     def cache_rows(self, model: str) -> Tensors:
         """See `GraphProbe.cache_rows`; of the target only."""
