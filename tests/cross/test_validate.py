@@ -15,20 +15,21 @@ from authors import Authors
 from click.testing import CliRunner
 from conftest import Make
 from pairs import AUTHOR_PAIRS, HALF_PAIRS, Pair, export_quickly, quiet
-from planting import PAIR, graph, scaled_constant, weight
+from planted_faults import one_nan
+from planting import PAIR, graph, planted, scaled_constant, weight
 from tiny_models import DFLASH2, write_target
 from validation_runs import TORCH, replay_without
 
 from dflash_engines.ort_cpu import lower_bundle
 from dflash_export.build import export_bundle
 from dflash_export.build_plan import BuildOptions, plan_build
-from dflash_runtime import BundleError, GenerationConfig, GenerationResult, OutputError, PairError
+from dflash_runtime import BundleError, GenerationConfig, GenerationResult, OutputError, PairError, PromptError
 from dflash_runtime.bundle import Bundle
 from dflash_tools.architecture_check import config_classes, write_checkpoint
 from dflash_tools.cli import main
 from dflash_tools.portable_reference import portable_reference
 from dflash_tools.reference_building import build_reference
-from dflash_tools.reference_file import add_to_bundle, find_reference, read_reference, write_reference
+from dflash_tools.reference_file import add_to_bundle, find_reference, read_reference, require_fitting, write_reference
 from dflash_tools.reference_record import ReferenceText
 from dflash_tools.tiny_configs import tiny_config
 from dflash_tools.validate_comparison import Bounds
@@ -280,3 +281,64 @@ def test_nothing_checked_is_failed(bundle: Path) -> None:
 def test_the_portable_graphs_as_reference_do_not_excuse_an_engine(bundle: Path) -> None:
     reference = portable_reference(opened(bundle), quiet)
     assert validated(bundle, reference).passed
+
+
+def test_a_nan_in_the_target_is_named_and_every_level_has_its_verdict(bundle: Path, tmp_path: Path) -> None:
+    """As of a faulty exporter: hashes fit. The page and the JSON are written all the same."""
+    add_to_bundle(Bundle.open(bundle), made(bundle, new_tokens=4, prompts=["sky"]))
+    planted(weight("model.layers.1.mlp.up_proj.weight", one_nan))(bundle)
+    found = run("validate", str(bundle), "--json", "--html", str(tmp_path / "page.html"))
+    assert found.exit_code == 1 and "1.mlp.up_proj" in found.stderr
+    verdicts = json.loads(found.stdout)["verdicts"]
+    assert [one["status"] for one in verdicts] == ["failed"] * 5
+    assert verdicts[0]["first"]["tensor"] == "model.layers.1.mlp.up_proj"
+    assert not any("kept rows" in row["tensor"] and not row["passed"] for row in verdicts[0]["rows"])
+    assert all("NaN or infinite" in one["first"]["cause"] for one in verdicts[2:])
+    assert "1.mlp.up_proj" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_what_cannot_end_well_is_refused_before_anything_runs(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_place = run("validate", str(bundle), "--html", str(tmp_path / "no" / "page.html"))
+    assert no_place.exit_code == 1 and "no page can be written" in no_place.output
+    nothing = run("validate", str(bundle), "--reference", str(tmp_path / "no"))
+    assert nothing.exit_code == 1 and "neither a reference nor a folder" in nothing.output
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"question": "sky"}\n', encoding="utf-8")
+    other_key = run("reference", str(bundle), "--prompts", str(prompts))
+    assert other_key.exit_code == 1 and "Call the key 'prompt' or 'messages'" in other_key.output
+
+    def not_reached(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("computed before the place was looked at")
+
+    monkeypatch.setattr("dflash_tools.reference_building.build_reference", not_reached)
+    into_a_file = run("reference", str(bundle), "--out", str(prompts))
+    assert into_a_file.exit_code == 1 and "no folder that can be written to" in into_a_file.output
+    monkeypatch.setattr(os, "access", lambda path, mode, **how: mode != os.W_OK)
+    read_only = run("reference", str(bundle))
+    assert read_only.exit_code == 1 and "--out FOLDER" in read_only.output
+
+
+def test_a_reference_that_reaches_further_than_the_bundle_is_refused(bundle: Path) -> None:
+    reference, facts = made(bundle, new_tokens=6), opened(bundle)
+    for changes, words in (
+        ({"block_sizes": [4]}, "it drafts blocks of 8 tokens, the bundle of at most 4"),
+        ({"max_context_tokens": 12}, "tokens, the bundle's context 12"),
+    ):
+        smaller = dataclasses.replace(facts, manifest=dataclasses.replace(facts.manifest, **changes))  # type: ignore[arg-type]
+        with pytest.raises(BundleError, match=words):
+            require_fitting(reference, smaller)
+
+
+def test_prompts_that_the_checkpoint_cannot_take_are_refused(bundle: Path) -> None:
+    target = Path(opened(bundle).manifest.target.source.id)
+    copy = shutil.copytree(target, bundle.parent / "copy")
+    facts = opened(bundle)
+    text = dataclasses.replace(facts.manifest.text, has_chat_template=False)
+    plain = dataclasses.replace(facts, manifest=dataclasses.replace(facts.manifest, text=text))
+    with pytest.raises(PromptError, match="no chat template for messages"):
+        build_reference(plain, str(copy), None, quiet, prompts=[[{"role": "user", "content": "sky"}]])
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(PromptError, match="has no tokenizer"):
+        build_reference(facts, str(copy), None, quiet, prompts=["sky"])

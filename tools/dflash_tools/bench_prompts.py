@@ -73,7 +73,7 @@ def find_prompts(name: str, count: int) -> PromptSet:
     if not Path(name).is_file():
         sets = ", ".join([REFERENCE, *SETS])
         raise PromptError(f"{name!r} is neither a set of prompts ({sets}) nor a file. A set from a file: gsm8k=FILE")
-    prompts = read_prompts(Path(name), "prompt")
+    prompts = read_prompts(Path(name))
     taken: list[Conversation | Messages] = [[p] if isinstance(p, str) else p for p in prompts[:count]]
     words = f"the first {len(taken)} of {len(prompts)}"
     return PromptSet(name, taken, "none", words, _sha256(taken))

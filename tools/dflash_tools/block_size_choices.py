@@ -71,7 +71,7 @@ def main(
     """Measures and replays the choice of block sizes, greedy, stop tokens ignored."""
     texts = TEXTS
     if prompts is not None:
-        texts = {f"prompt {i}": prompt for i, prompt in enumerate(read_prompts(prompts, "prompt")[:limit], 1)}
+        texts = {f"prompt {i}": prompt for i, prompt in enumerate(read_prompts(prompts)[:limit], 1)}
     with ProgressLine() as progress:
         with Session.open(bundle, backend=backend, threads=threads) as session:
             sizes = [size for size in session.bundle.manifest.block_sizes if size > 1]

@@ -11,9 +11,10 @@ from dflash_runtime.errors import PromptError
 from dflash_tools.text_lines import text_lines
 
 Messages = list[dict[str, Any]]
+_FIELD = "prompt"
 
 
-def read_prompts(path: Path, field: str) -> list[str | Messages]:
+def read_prompts(path: Path, field: str | None = None) -> list[str | Messages]:
     """All prompts of a file in their order.
 
     A `.txt` file has a prompt on every line. A `.jsonl` file has a string, a list of messages, or an object whose
@@ -21,7 +22,7 @@ def read_prompts(path: Path, field: str) -> list[str | Messages]:
 
     Args:
         path: The file.
-        field: Key of an object that holds the prompt.
+        field: Key of an object that holds the prompt, as a command's `--field` says; None for `prompt` in one without.
 
     Raises:
         PromptError: no such file, no prompts, or a line that holds none.
@@ -38,20 +39,21 @@ def read_prompts(path: Path, field: str) -> list[str | Messages]:
     return prompts
 
 
-def _prompt(line: str, field: str, where: str) -> str | Messages:
+def _prompt(line: str, field: str | None, where: str) -> str | Messages:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise PromptError(f"{where} is no JSON ({error}). Plain text, line by line, goes into a .txt file.") from error
-    found = row
+    found, key = row, field or _FIELD
     if isinstance(row, dict):
-        found = row.get(field, row.get("messages"))
+        found = row.get(key, row.get("messages"))
     if isinstance(found, str) and found:
         return found
     if isinstance(found, list) and found and all(isinstance(m, dict) and "role" in m for m in found):
         return found
     keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-    raise PromptError(f"{where} has no prompt in {field!r} (it has: {keys}). Name the key with --field.")
+    remedy = f"Call the key {key!r} or 'messages'." if field is None else "Name the key with --field."
+    raise PromptError(f"{where} has no prompt in {key!r} (it has: {keys}). {remedy}")
 
 
 def prompts_sha256(prompts: list[str | Messages]) -> str:

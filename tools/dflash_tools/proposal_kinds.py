@@ -83,7 +83,7 @@ def main(
     top_k: int, top_p: float, block_size: int | None, raw: bool, backend: str, threads: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Measures plain decoding and every kind of proposals, round by round in turn."""
-    texts = REFERENCE_PROMPTS if prompts is None else read_prompts(prompts, "prompt")
+    texts = REFERENCE_PROMPTS if prompts is None else read_prompts(prompts)
     config = GenerationConfig(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, raw=raw, stop_token_ids=(),
         reuse_prefix=False,

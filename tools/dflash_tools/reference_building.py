@@ -17,7 +17,7 @@ from dflash_export.drafter_build import DrafterPlan
 from dflash_export.reference_run import quiet_transformers
 from dflash_export.text_files import read_text_facts
 from dflash_runtime.bundle import Bundle, Manifest, SourceFacts
-from dflash_runtime.errors import CheckpointError, PairError
+from dflash_runtime.errors import CheckpointError, PairError, PromptError
 from dflash_tools.reference_file import Reference
 from dflash_tools.reference_making import Order, Progress, Prompt, make_reference
 from dflash_tools.reference_record import INT8_PRODUCTS, PairFacts, quantization_of
@@ -47,6 +47,7 @@ def build_reference(
         budgets: Bytes above which rows are sketched, by kind of tensor.
 
     Raises:
+        PromptError: a prompt that the checkpoint cannot turn into ids.
         CheckpointError: a checkpoint is not where the bundle came from, or does not fit into memory.
         PairError: it is another checkpoint than the bundle's.
     """
@@ -133,12 +134,16 @@ def _encode(
     """Ids by the checkpoint's own tokenizer and template, through Transformers."""
     room = (manifest.max_context_tokens, order.new_tokens)
     if not _has_tokenizer(checkpoint.folder):
+        if prompts:
+            raise PromptError(f"{checkpoint.folder} has no tokenizer, so prompts cannot become ids. Leave them out.")
         return [Prompt(None, fitting(ids, *room)) for ids in random_prompts(manifest.target.vocab_size)]
     with quiet_transformers():
         tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True)
     found = []
     for given in prompts or VALIDATION_PROMPTS:
-        if isinstance(given, str) and not manifest.text.has_chat_template:
+        if not manifest.text.has_chat_template:
+            if not isinstance(given, str):
+                raise PromptError(f"{checkpoint.folder} has no chat template for messages. Give texts as prompts.")
             ids, rendered = tokenizer(given).input_ids, given
         else:
             how = {"conversation": messages_of(given), "add_generation_prompt": True, **pair.template_args}

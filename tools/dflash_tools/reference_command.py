@@ -33,10 +33,11 @@ def command(
     `dflash-export validate BUNDLE` then compares any engine with them, on a device without torch.
     """
     opened = Bundle.open(bundle)
-    given = [] if prompts is None else read_prompts(prompts, "prompt")
+    given = [] if prompts is None else read_prompts(prompts)
     with needs_extra("export"):
         from dflash_tools.reference_building import build_reference
-        from dflash_tools.reference_file import add_to_bundle, write_reference
+        from dflash_tools.reference_file import add_to_bundle, require_writable, write_reference
+    require_writable(opened, out)
     with ProgressLine() as progress:
         made = build_reference(
             opened, target, drafter, progress, prompts=given, precisions=precisions, new_tokens=new_tokens

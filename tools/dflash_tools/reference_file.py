@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dflash_export.deviation import deviation
-from dflash_runtime.bundle import MANIFEST_NAME, Bundle, FileFacts, decode, write_text_atomically
+from dflash_runtime.bundle import MANIFEST_NAME, Bundle, FileFacts, Manifest, decode, write_text_atomically
 from dflash_runtime.errors import BundleError, OutputError
 from dflash_tools.reference_record import REFERENCE_SCHEMA_VERSION, ReferenceFacts, quantization_of
 from dflash_tools.reference_tensors import Array, is_choice, is_output, sketch
@@ -104,11 +104,7 @@ def add_to_bundle(bundle: Bundle, reference: Reference) -> Path:
     Raises:
         OutputError: the bundle is read-only; the message names the way around.
     """
-    if not os.access(bundle.path, os.W_OK):
-        raise OutputError(
-            f"{bundle.path} is read-only, so a reference cannot be stored in it. Put it beside: "
-            f"dflash-export reference {bundle.path} --out FOLDER"
-        )
+    require_writable(bundle)
     place = write_reference(reference, bundle.path / FOLDER)
     name = place.relative_to(bundle.path).as_posix()
     digest = hashlib.sha256(place.read_bytes()).hexdigest()
@@ -122,8 +118,29 @@ def add_to_bundle(bundle: Bundle, reference: Reference) -> Path:
     return place
 
 
+def require_writable(bundle: Bundle, beside: Path | None = None) -> None:
+    """Refuses a place where a reference cannot be stored, before it is computed.
+
+    Args:
+        bundle: In which it is stored.
+        beside: The folder that takes it instead.
+
+    Raises:
+        OutputError: naming the way around.
+    """
+    if beside is not None:
+        existing = next(one for one in (beside.absolute(), *beside.absolute().parents) if one.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise OutputError(f"{existing} is no folder that can be written to. Give another --out FOLDER.")
+    elif not os.access(bundle.path, os.W_OK):
+        raise OutputError(
+            f"{bundle.path} is read-only, so a reference cannot be stored in it. Put it beside: "
+            f"dflash-export reference {bundle.path} --out FOLDER"
+        )
+
+
 def require_fitting(reference: Reference, bundle: Bundle) -> None:
-    """Refuses a reference of another pair or precision, such as one made before the drafter was added.
+    """Refuses a reference of another pair, precision or size, such as one made before the drafter was added.
 
     Raises:
         BundleError: naming what differs.
@@ -144,11 +161,21 @@ def require_fitting(reference: Reference, bundle: Bundle) -> None:
     if other is not None:
         made, held = (held.get(other, "not quantised") for held in (facts.quantized, here))
         problems.append(f"it was made for {other} as {made}, the bundle has it as {held}")
+    problems += _beyond(facts, manifest)
     if problems:
         raise BundleError(
             f"The reference does not fit {bundle.path}: {'; '.join(problems)}. Make it again: "
             f"dflash-export reference {bundle.path}"
         )
+
+
+def _beyond(facts: ReferenceFacts, manifest: Manifest) -> list[str]:
+    """What a reference does that a bundle of the same pair was not built for."""
+    block = max((text.block_size for text in facts.texts), default=1)
+    rows = max((facts.calls[text.whole_call].rows for text in facts.texts), default=0)
+    most, context = max(manifest.block_sizes), manifest.max_context_tokens
+    problems = [f"it drafts blocks of {block} tokens, the bundle of at most {most}"] if block > most else []
+    return problems + ([f"its texts have {rows} tokens, the bundle's context {context}"] if rows > context else [])
 
 
 def find_reference(bundle: Bundle, beside: Path | None = None) -> Path | None:
@@ -162,6 +189,8 @@ def find_reference(bundle: Bundle, beside: Path | None = None) -> Path | None:
         return bundle.file(names[0]) if names else None
     if beside.is_file():
         return beside
+    if not beside.is_dir():
+        raise BundleError(f"{beside} is neither a reference nor a folder that holds one. Give its path.")
     found = sorted(beside.glob("reference-*.npz"))
     if len(found) != 1:
         raise BundleError(f"{beside} holds {len(found)} references, one is expected. Name the file itself.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_runtime.bundle import Bundle, write_text_atomically
-from dflash_runtime.errors import BundleError, DFlashError
+from dflash_runtime.errors import BundleError, DFlashError, OutputError
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.progress import ProgressLine
 from dflash_tools.prompt_file import read_prompts
@@ -42,6 +42,8 @@ def command(bundle: Path, backend: str, as_json: bool, html: Path | None, levels
     makes one. Where there is none, the portable graphs are what an engine is compared with. Exit code 1 when a level
     fails, or nothing was checked.
     """
+    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
+        raise OutputError(f"{html} is a folder, or in none that exists, so no page can be written there.")
     opened = Bundle.open(bundle)
     with ProgressLine() as progress, needs_extra("ort"):
         from dflash_tools.validate_engine import open_bundle_engine
@@ -76,7 +78,7 @@ def _reference(bundle: Bundle, backend: str, *, against: str | None, drafter: st
     if against is not None:
         with needs_extra("export"):
             from dflash_tools.reference_building import build_reference
-        given = [] if prompts is None else read_prompts(prompts, "prompt")
+        given = [] if prompts is None else read_prompts(prompts)
         return build_reference(bundle, against, drafter, progress, prompts=given, budgets={"outputs": 1 << 30,
                                "inner": 1 << 30})  # fmt: skip
     if drafter is not None or prompts is not None:

@@ -50,7 +50,8 @@ def run_calls(probe: GraphProbe, reference: Reference, bounds: Bounds, sequence:
         kept = {name: rows[: call.position].copy() for name, rows in probe.cache_rows(model).items()}
         found = run_call(probe, call, taps)
         after = probe.cache_rows(model)
-        changed = [name for name, rows in kept.items() if not np.array_equal(after[name][: call.position], rows)]
+        same = {name: np.array_equal(after[name][: call.position], rows, equal_nan=True) for name, rows in kept.items()}
+        changed = [name for name in kept if not same[name]]
         compared = differences(reference, number, found, bounds)
         if call.graph == DRAFTER and not probe.shows_block_rows:
             compared = [one for one in compared if not one.name.startswith("present.")]

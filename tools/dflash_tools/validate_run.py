@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from dflash_runtime import Session
+from dflash_runtime import NumericsError, Session
 from dflash_runtime.backend import Backend
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ from dflash_tools.validate_graph import CallResult, check_graphs
 from dflash_tools.validate_speed import check_speed
 from dflash_tools.validate_state import check_state
 from dflash_tools.validate_tokens import check_tokens
-from dflash_tools.validate_verdict import FAILED, LEVELS, Verdict, all_passed, judge, skipped
+from dflash_tools.validate_verdict import FAILED, LEVELS, Verdict, all_passed, judge, not_finite, skipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +112,18 @@ def _words(
             verdicts[level] = check_tokens(session, reference, bounds, sizes, facts)
         elif level == "acceptance" and not sizes and not reference.facts.pair.has_drafter:
             verdicts[level] = skipped(level, "the pair has no drafter")
-        elif level == "acceptance":
-            pair = [*drafting_facts(bundle, reference.facts), *prompt_facts(bundle, reference.facts, level)]
-            verdicts[level], gap = check_acceptance(
-                session, backend, reference, bounds, pair, not graph_failed, engine.can_draft
-            )
         else:
-            text = reference.facts.texts[0]
-            verdicts[level] = check_speed(session, text, text.block_size if sizes else None)
+            try:
+                if level == "speed":
+                    text = reference.facts.texts[0]
+                    verdicts[level] = check_speed(session, text, text.block_size if sizes else None)
+                else:
+                    pair = [*drafting_facts(bundle, reference.facts), *prompt_facts(bundle, reference.facts, level)]
+                    verdicts[level], gap = check_acceptance(
+                        session, backend, reference, bounds, pair, not graph_failed, engine.can_draft
+                    )
+            except NumericsError as error:
+                verdicts[level] = not_finite(level, str(error))
         progress(f"validate {level}", 1, 1)
     return gap
 

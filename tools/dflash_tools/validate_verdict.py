@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from dflash_runtime.bundle import CheckRow
@@ -68,6 +69,13 @@ def judge(level: str, rows: Sequence[CheckRow], first: Divergence | None, notes:
 def skipped(level: str, reason: str) -> Verdict:
     """A level that does not apply, and why."""
     return Verdict(level, SKIPPED, [], None, [reason])
+
+
+def not_finite(level: str, words: str) -> Verdict:
+    """A level that ended where the engine's logits are no numbers."""
+    first = Divergence("target", "logits", None, "head", "the decode loop", "not finite", "finite", math.inf, 0.0,
+                       "engine", words)  # fmt: skip
+    return judge(level, [CheckRow(level, "decode loop", math.inf, 0.0, False, words)], first)
 
 
 def all_passed(verdicts: Sequence[Verdict]) -> bool:
