@@ -1,64 +1,133 @@
-"""What `plan` says int8 and int4 weights take, against bundles that hold them."""
+"""What `plan` says quantised weights take, against bundles that hold them and the networks engines are built from."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from pairs import MAIN, quiet
+from tiny_models import edit_json, write_target
 
 from dflash_engines.acceptance_graph import ACCEPTANCE
+from dflash_engines.candidates_graph import CANDIDATES
 from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan
 from dflash_engines.tensorrt_versions import row_for
 from dflash_export.build import export_bundle
-from dflash_export.build_plan import plan_build
+from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.quantization import quantize_options
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.device_engine import BoundWeight
-from dflash_tools import plan_formulas
-from dflash_tools.decoder_families import read_model_shape
-from dflash_tools.plan_against_measured import given_bytes, plan_shapes, stored_as
-from dflash_tools.plan_formulas import Storage, model_bytes
+from dflash_tools import weight_bytes
+from dflash_tools.bundle_shape import drafter_shape_of_bundle, model_shape_of_bundle
+from dflash_tools.cli import main
+from dflash_tools.plan_against_measured import bound_bytes, plan_shapes, stored_as
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "tie_word_embeddings": False}
+CHECKPOINTS = Path(__file__).parent / "quantised_checkpoints"
+ROUNDED = [
+    # layers, head, drafter, precision, symmetric, group size
+    ("keep keep keep", "fp16", True, 32),
+    ("keep keep keep", "bf16", True, 32),
+    ("int8 keep keep", "bf16", True, 32),
+    ("int8 int8 int8", "fp16", True, 32),
+    ("int4 keep keep", "bf16", True, 128),
+    ("int4 int8 int4", "bf16", True, 32),
+    ("int4 int4 int4", "fp16", True, 64),
+    ("int4 keep keep", "bf16", False, 32),
+    ("int4 int4 int4", "bf16", False, 64),
+    ("fp8 keep keep", "bf16", True, 32),
+    ("fp8 fp8 fp8", "bf16", True, 32),
+    ("keep keep int4", "bf16", True, 32),
+]
 
 
-@pytest.mark.parametrize("layers", ["int4", "int8"])
-def test_weights_take_what_the_plan_says(tmp_path: Path, layers: str) -> None:
-    pair = dataclasses.replace(MAIN, precision="bf16", target=WIDE, drafter={})
-    pair.write(tmp_path)
-    options = dataclasses.replace(pair.options(tmp_path), drafter=None)
-    options = dataclasses.replace(options, quantize=quantize_options(layers, "keep", "keep", 128))
-    (tmp_path / "bundle").mkdir()
-    manifest = export_bundle(plan_build(options), tmp_path / "bundle", quiet)
-    held = sum(entry.length_bytes for entry in manifest.weights.values())
-    shape = read_model_shape(json.loads((tmp_path / "target" / "config.json").read_text()), "target")
-    assert held == pytest.approx(model_bytes(shape, Storage(layers, "bf16")), rel=0.03)
+def _export(folder: Path, options: BuildOptions) -> Bundle:
+    (folder / "bundle").mkdir()
+    export_bundle(plan_build(options), folder / "bundle", quiet)
+    return Bundle.open(folder / "bundle", check_files=False)
 
 
-@pytest.mark.parametrize(("words", "with_drafter"), [
-    pytest.param("int4 int4 int4", True, marks=pytest.mark.slow), ("int4 int8 keep", False),
-])  # fmt: skip
-def test_engines_hold_and_are_given_what_the_plan_says(
-    tmp_path: Path, words: str, with_drafter: bool
-) -> None:
-    """By the networks the builder is given; what it makes of them is for `test_engine_sizes`."""
-    pair = dataclasses.replace(MAIN, precision="bf16", target=WIDE, drafter={})
-    pair.write(tmp_path)
-    options = pair.options(tmp_path) if with_drafter else dataclasses.replace(pair.options(tmp_path), drafter=None)
-    options = dataclasses.replace(options, quantize=quantize_options(*words.split(), 128))
-    (tmp_path / "bundle").mkdir()
-    export_bundle(plan_build(options), tmp_path / "bundle", quiet)
-    bundle = Bundle.open(tmp_path / "bundle", check_files=False)
+def _rounded(folder: Path, words: str, precision: str, symmetric: bool, group_size: int) -> Bundle:
+    pair = dataclasses.replace(MAIN, precision=precision, target=WIDE, drafter={})
+    pair.write(folder)
+    quantize = quantize_options(*words.split(), group_size, symmetric=symmetric)
+    return _export(folder, dataclasses.replace(pair.options(folder), quantize=quantize))
+
+
+def _stored_bytes(bundle: Bundle, role: str) -> int:
+    entries = bundle.manifest.weights.items()
+    return sum(e.length_bytes for n, e in entries if n.startswith("drafter.") == (role == "drafter"))
+
+
+def _compare(bundle: Bundle) -> None:
+    """To the byte: what files hold by the configs and by the manifest, and what engines are given and hold."""
+    shape, drafter = plan_shapes(bundle)
+    assert drafter is not None
+    storage, own = (stored_as(bundle.manifest, role) for role in ("target", "drafter"))
+    listed = model_shape_of_bundle(bundle)
+    for model, models_drafter in ((shape, drafter), (listed, drafter_shape_of_bundle(bundle, listed))):
+        assert weight_bytes.model_bytes(model, storage) == _stored_bytes(bundle, "target")
+        assert weight_bytes.drafter_bytes(models_drafter, own) == _stored_bytes(bundle, "drafter")
     plan = EnginePlan(bundle, EngineOptions("tensorrt-rtx"), row_for("tensorrt-rtx", "1.7.1"), "1.7.1", "8.9")
-    networks = [plan.network(kind) for kind in plan.kinds if kind != ACCEPTANCE]
+    networks = [plan.network(kind) for kind in plan.kinds if kind not in (ACCEPTANCE, CANDIDATES)]
     held = sum(part.length_bytes for network in networks for part in network.embedded)
     bound = [BoundWeight(w.input, w.weight, w.dtype) for network in networks for w in network.weight_inputs]
-    shape, drafter = plan_shapes(bundle)
-    stored = [stored_as(bundle.manifest, role) for role in ("target", "drafter")]
-    once, again = plan_formulas.held_bytes(shape, drafter, *stored)
-    assert held == once + again and held > 0
-    given = given_bytes(bundle.manifest, bound)
-    assert plan_formulas.given_bytes(shape, drafter, *stored) == pytest.approx(given, rel=0.01)
+    assert sum(weight_bytes.held_bytes(shape, drafter, storage, own)) == held
+    assert weight_bytes.given_bytes(shape, drafter, storage, own) == bound_bytes(bundle.manifest, bound)
+
+
+@pytest.mark.parametrize(("words", "precision", "symmetric", "group_size"), [
+    pytest.param(*case, marks=[] if case[0] == "int4 int4 int4" and not case[2] else pytest.mark.slow)
+    for case in ROUNDED
+])  # fmt: skip
+def test_a_build_stores_what_the_plan_says(
+    tmp_path: Path, words: str, precision: str, symmetric: bool, group_size: int
+) -> None:
+    _compare(_rounded(tmp_path, words, precision, symmetric, group_size))
+
+
+def _plan(*arguments: object) -> dict[str, Any]:
+    done = CliRunner().invoke(main, ["plan", *map(str, arguments), "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts
+
+
+def _brought(folder: Path, name: str, drafter: str | None) -> Bundle:
+    """A checkpoint that its own library quantised, and a drafter at its width."""
+    target = Path(shutil.copytree(CHECKPOINTS / name, folder / "target"))
+    if drafter is not None:
+        shutil.copytree(CHECKPOINTS / drafter, folder / "drafter")
+    return _export(folder, BuildOptions(str(target), None if drafter is None else str(folder / "drafter")))
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name == "ct-int4-asymmetric" else pytest.mark.slow)
+    for name in ("ct-int4-asymmetric", "ct-int4", "ct-int8", "ct-int8-asymmetric", "ct-fp8", "ct-fp8-tensor", "awq",
+                 "gptq", "gptq-int8-asymmetric", "modelopt-int4", "modelopt-fp8")
+])  # fmt: skip
+def test_a_quantised_checkpoint_takes_what_its_config_says(tmp_path: Path, name: str) -> None:
+    bundle = _brought(tmp_path, name, None)
+    shape, _ = plan_shapes(bundle)
+    storage = stored_as(bundle.manifest, "target")
+    assert storage.matrices == bundle.manifest.precision and shape.quantised_as
+    assert weight_bytes.model_bytes(shape, storage) == _stored_bytes(bundle, "target")
+    assert weight_bytes.model_bytes(model_shape_of_bundle(bundle), storage) == _stored_bytes(bundle, "target")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["drafter-ct-int4", "drafter-awq", "drafter-gptq", "drafter-ct-fp8"])
+def test_a_quantised_drafter_takes_what_its_config_says(tmp_path: Path, drafter: str) -> None:
+    config = json.loads((CHECKPOINTS / drafter / "config.json").read_text())
+    precision = "bf16" if "-ct-" in drafter else "fp16"
+    write_target(tmp_path / "target")
+    shutil.copytree(CHECKPOINTS / drafter, tmp_path / "drafter")
+    options = BuildOptions(str(tmp_path / "target"), str(tmp_path / "drafter"), precision=precision)
+    _compare(_export(tmp_path, options))
+    facts = _plan("--target", tmp_path / "target", "--drafter", tmp_path / "drafter", "--device", "rtx-4090")
+    assert config["quantization_config"]["quant_method"] and "as drafter brings it" in facts["stored"]

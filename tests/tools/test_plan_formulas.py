@@ -8,14 +8,15 @@ import pytest
 from test_plan_parameters import CONFIGS, QWEN2_7B, drafter_config
 
 from dflash_tools import plan_formulas as formulas
+from dflash_tools import weight_bytes
 from dflash_tools.decoder_families import read_model_shape
 from dflash_tools.device_table import DEVICES, find_device
 from dflash_tools.drafter_shape import assumed_drafter, default_block_sizes, read_drafter_shape
-from dflash_tools.model_shape import Matrix
-from dflash_tools.plan_formulas import Storage
+from dflash_tools.model_shape import Matrix, WeightForm
 from dflash_tools.plan_proposals import propose
 from dflash_tools.plan_sources import Pair
 from dflash_tools.resource_plan import Plan, PlanOptions, make_plan, place_on
+from dflash_tools.weight_bytes import Storage, model_bytes
 
 QWEN3_8B = {
     "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128,
@@ -32,11 +33,15 @@ def plan_of(
     config: dict[str, object],
     device: str = "agx-orin-64gb",
     precision: str = "bf16",
-    tables: str = "16bit",
+    tables: str = "keep",
     context: int = 4096,
     blocks: tuple[int, ...] = (4, 8, 16),
+    drafter: str | None = None,
+    group_size: int = 32,
 ) -> Plan:
-    options = PlanOptions(precision, tables, context, blocks)
+    """The drafter is quantised as the target's layers are, unless it is said otherwise."""
+    drafter = drafter or ("keep" if precision in ("fp16", "bf16") else precision)
+    options = PlanOptions(precision, tables, context, blocks, drafter, group_size)
     return make_plan(pair_of(config), place_on(find_device(device)), options)
 
 
@@ -45,31 +50,62 @@ def sizes_of(plan: Plan) -> dict[str, int]:
 
 
 def test_matrices_are_stored_to_the_byte() -> None:
-    matrix = Matrix(rows=3, columns=300, count=2)
-    assert formulas.matrix_bytes(matrix, "fp32") == 2 * 3 * 300 * 4
-    assert formulas.matrix_bytes(matrix, "bf16") == 2 * 3 * 300 * 2
-    assert formulas.matrix_bytes(matrix, "int8") == 2 * (3 * 300 + 3 * 2)
-    # 300 inputs are two groups of 128 and a third of 44, each with an fp16 scale per output
-    assert formulas.matrix_bytes(matrix, "int4") == 2 * (3 * 300 // 2 + 3 * 3 * 2)
+    matrix = Matrix(rows=3, columns=320, count=2)
+
+    def stored(kind: str, group_size: int = 32, symmetric: bool = True) -> int:
+        return weight_bytes.matrix_bytes(matrix, Storage(kind, "bf16", group_size, symmetric))
+
+    assert stored("fp32") == 2 * 3 * 320 * 4
+    assert stored("bf16") == 2 * 3 * 320 * 2
+    assert stored("int8") == 2 * (3 * 320 + 3 * 2)
+    assert stored("fp8") == 2 * (3 * 320 + 3 * 4)  # its scales are fp32
+    assert stored("int4") == 2 * (3 * 320 // 2 + 3 * 10 * 2)  # ten groups of 32, each with a scale per output
+    assert stored("int4", 64) == 2 * (3 * 320 // 2 + 3 * 5 * 2)
+    assert stored("int4", symmetric=False) == stored("int4") + 2 * 3 * 10 // 2
     kept = dataclasses.replace(matrix, quantisable=False)
-    assert formulas.matrix_bytes(kept, "int4") == formulas.matrix_bytes(kept, "fp16") == 2 * 3 * 300 * 2
+    assert weight_bytes.matrix_bytes(kept, Storage("int4", "bf16")) == 2 * 3 * 320 * 2
+    brought = dataclasses.replace(kept, form=WeightForm("int8", 160, symmetric=False))  # whatever the build is asked
+    assert weight_bytes.matrix_bytes(brought, Storage("bf16", "bf16")) == 2 * (3 * 320 + 3 * 2 * 2 + 3 * 2)
+
+
+def test_what_engines_are_given_and_hold() -> None:
+    matrix = Matrix(rows=3, columns=320)
+
+    def parts(kind: str, group_size: int | None = None, symmetric: bool = True) -> tuple[int, int]:
+        found = weight_bytes.weight_parts(matrix, WeightForm(kind, group_size, symmetric), 2)
+        return found.given, found.held
+
+    assert parts("bf16") == (3 * 320 * 2, 0)
+    assert parts("int8") == (3 * 320 + 3 * 2, 0)
+    assert parts("fp8") == (3 * 320 + 3 * 4, 0)
+    assert parts("int4", 32) == (0, 3 * 160 + 3 * 10 * 2)
+    # In place of zero points (middle - zero point) * scale in fp32
+    assert parts("int4", 32, False) == (0, 3 * 160 + 3 * 10 * 2 + 3 * 10 * 4)
+    assert parts("int8", None, False) == (3 * 320 + 3 * 2, 3 * 4)
 
 
 def test_int4_of_qwen2_7b() -> None:
     shape = read_model_shape(QWEN2_7B, "qwen2-7b")
     linear = 28 * (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 18944 * 3584)
     tables, vectors = 2 * 152064 * 3584, 28 * (3584 + 2 * 512 + 2 * 3584) + 3584
-    quantised = linear // 2 + linear // 128 * 2
-    assert formulas.model_bytes(shape, Storage("int4", "fp16")) == quantised + 2 * (tables + vectors)
+    quantised, floats = linear // 2 + linear // 128 * 2, Storage("bf16", "bf16")
+
+    def int4(head: str) -> Storage:
+        return Storage("int4", head, 128)
+
+    assert model_bytes(shape, int4("fp16")) == quantised + 2 * (tables + vectors)
     head = tables // 2 + 2 * 152064  # rows are picked from the embedding, which stays as it is
-    assert formulas.model_bytes(shape, Storage("int4", "int8")) == quantised + head + tables + 2 * vectors
-    assert formulas.held_bytes(shape, None, Storage("int4", "int8")) == (quantised, 0)
+    assert model_bytes(shape, int4("int8")) == quantised + head + tables + 2 * vectors
+    assert weight_bytes.held_bytes(shape, None, int4("int8"), floats) == (quantised, 0)
     head = tables // 4 + tables // 256 * 2
-    assert formulas.held_bytes(shape, None, Storage("int4", "int4")) == (quantised + head, 0)
+    assert weight_bytes.held_bytes(shape, None, int4("int4"), floats) == (quantised + head, 0)
     drafter = assumed_drafter(shape)
-    once, again = formulas.held_bytes(shape, drafter, Storage("int4", "int4"), Storage("bf16", "bf16"))
+    once, again = weight_bytes.held_bytes(shape, drafter, int4("int4"), floats)
     assert (once, again) == (quantised + head, head)
-    assert formulas.held_bytes(shape, drafter, Storage("bf16", "bf16")) == (0, 0)
+    assert weight_bytes.held_bytes(shape, drafter, floats, floats) == (0, 0)
+    keys_and_values = 5 * 2 * 512 * 3584  # of a drafter, which two engines read
+    once, again = weight_bytes.held_bytes(shape, drafter, floats, int4("int4"))
+    assert again == keys_and_values // 2 + keys_and_values // 128 * 2 and once > 5 * again
 
 
 def test_a_tied_table_is_counted_once_and_the_drafter_brings_none() -> None:
@@ -77,7 +113,7 @@ def test_a_tied_table_is_counted_once_and_the_drafter_brings_none() -> None:
     apart = read_model_shape({**CONFIGS["qwen3-4b"], "tie_word_embeddings": False}, "t")
     assert apart.num_parameters - tied.num_parameters == 151936 * 2560
     drafter = read_drafter_shape(drafter_config(tied), tied, "d")
-    assert formulas.drafter_bytes(drafter, Storage("bf16", "bf16")) == 2 * drafter.num_parameters
+    assert weight_bytes.drafter_bytes(drafter, Storage("bf16", "bf16")) == 2 * drafter.num_parameters
     assert drafter.body.embedding_elements == drafter.body.head_elements == 0
 
 
@@ -96,7 +132,7 @@ def test_capacity_holds_the_largest_call_at_the_end_of_the_context() -> None:
     assert formulas.capacity_tokens(100, [16], 8) == 116
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["qwen2-7b", "gemma3-1b", "smollm2-135m"])
 def test_more_never_takes_less(name: str, precision: str) -> None:
     def needed(context: int, blocks: tuple[int, ...]) -> list[int]:
@@ -118,7 +154,7 @@ def test_more_never_takes_less(name: str, precision: str) -> None:
 
 
 def test_smaller_precisions_take_less() -> None:
-    stored = [("bf16", "16bit"), ("int8", "16bit"), ("int4", "16bit"), ("int4", "int8")]
+    stored = [("bf16", "keep"), ("int8", "keep"), ("int4", "keep"), ("int4", "int8")]
     sums = [plan_of(QWEN2_7B, precision=precision, tables=tables).run_bytes for precision, tables in stored]
     assert sums == sorted(sums, reverse=True)
     assert len(set(sums)) == len(sums)
@@ -144,7 +180,7 @@ def test_what_a_block_needs_to_pay_off() -> None:
     # Blocks of two beside a drafter many times larger than its target can never win.
     tiny = dataclasses.replace(pair_of(CONFIGS["smollm2-135m"]), drafter=pair_of(QWEN2_7B).drafter)
     place = place_on(find_device("orin-nano-8gb"))
-    (hopeless,) = make_plan(tiny, place, PlanOptions("bf16", "16bit", 512, (2,))).blocks
+    (hopeless,) = make_plan(tiny, place, PlanOptions("bf16", "keep", 512, (2,))).blocks
     assert not hopeless.can_pay_off
 
 
@@ -158,18 +194,36 @@ def test_a_published_speed_is_near() -> None:
 
 
 def test_qwen2_7b_in_int4_on_the_small_boards() -> None:
-    nano = plan_of(QWEN2_7B, device="orin-nano-8gb", precision="int4")
+    nano = plan_of(QWEN2_7B, device="orin-nano-8gb", precision="int4", group_size=128)
     assert not nano.fits
     assert 8.5e9 < nano.run_bytes < 8.9e9
     assert 13e9 < nano.build_bytes == nano.needed_bytes  # the builder holds int4 weights several times
     assert nano.place.available_bytes == 7620 << 20
-    nx = plan_of(QWEN2_7B, device="orin-nx-16gb", precision="int4")
+    nx = plan_of(QWEN2_7B, device="orin-nx-16gb", precision="int4", group_size=128)
     assert nx.fits
     assert nx.run_bytes == nano.run_bytes
+    # A build leaves the drafter in floats and takes groups of 32 unless it is told otherwise.
+    as_built = plan_of(QWEN2_7B, device="orin-nano-8gb", precision="int4", drafter="keep")
+    assert as_built.run_bytes > nano.run_bytes + 2e9
     card = plan_of(QWEN2_7B, device="rtx-4070", precision="int4", tables="int8")
     assert card.fits and card.build_bytes < card.run_bytes  # there the builder is in the machine's own memory
     assert not plan_of(QWEN2_7B, device="orin-nx-16gb", precision="bf16").fits
     assert plan_of(QWEN2_7B, device="agx-orin-32gb", precision="bf16").fits
+
+
+def test_what_no_engine_takes_is_an_obstacle() -> None:
+    fp8 = plan_of(QWEN2_7B, device="agx-orin-64gb", precision="fp8")
+    assert fp8.obstacles == ("TensorRT takes fp8 from SM 89 on, and this is SM 87",) and not fp8.fits
+    assert fp8.needed_bytes < fp8.place.available_bytes
+    assert "--precision int8 --quantize-drafter int8" in [proposal.arguments for proposal in propose(fp8)]
+    assert plan_of(QWEN2_7B, device="rtx-4090", precision="fp8", tables="fp8").fits
+    tied = CONFIGS["qwen2.5-0.5b"]
+    for kind in ("int4", "fp8"):
+        (reason,) = plan_of(tied, device="rtx-4090", tables=kind).obstacles
+        assert f"picks no rows from a table in {kind}" in reason
+    assert not plan_of(tied, device="rtx-4090", tables="int8").obstacles
+    (reason,) = plan_of(CONFIGS["smollm2-135m"], precision="int4", group_size=128).obstacles
+    assert reason == "groups of 128 do not divide the 576 inputs of a matrix"
 
 
 @pytest.mark.parametrize("device", ["orin-nano-8gb", "rtx-4060", "rtx-3090", "orin-nx-16gb"])
@@ -184,8 +238,9 @@ def test_what_is_proposed_fits(device: str, context: int) -> None:
             QWEN2_7B,
             device=given.get("--device", device),
             precision=given.get("--precision", "bf16"),
-            tables=given.get("--table-precision", "16bit"),
+            tables=given.get("--quantize-head", "keep"),
             context=int(given.get("--max-context", context)),
+            drafter=given.get("--quantize-drafter", "keep"),
         )
         assert again.fits
         assert again.needed_bytes == proposal.needed_bytes <= proposal.available_bytes

@@ -16,7 +16,7 @@ from dflash_tools import decoder_families
 from dflash_tools.decoder_families import FAMILIES, read_model_shape
 from dflash_tools.drafter_shape import assumed_drafter, read_drafter_shape
 from dflash_tools.model_shape import ModelShape
-from dflash_tools.plan_formulas import Storage, model_bytes
+from dflash_tools.weight_bytes import Storage, model_bytes
 
 QWEN2_7B: dict[str, Any] = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,

@@ -7,7 +7,8 @@ import math
 
 from dflash_runtime.bundle import Bundle, StateTensor
 from dflash_runtime.engine_record import open_engine
-from dflash_tools.plan_formulas import ITEM_BYTES, capacity_tokens
+from dflash_tools.plan_formulas import capacity_tokens
+from dflash_tools.weight_bytes import ITEM_BYTES
 
 _FLOATS = {"F32", "F16", "BF16"}
 """Of a dtype that is not widened; the rest take one byte."""

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
-from dflash_runtime.bundle import Bundle, StateTensor, WeightEntry
+from dflash_runtime.bundle import Bundle, Manifest, StateTensor, WeightEntry
 from dflash_runtime.errors import BundleError
-from dflash_tools.model_shape import DrafterShape, KvLayer, Matrix, ModelShape
+from dflash_tools.model_shape import DrafterShape, KvLayer, Matrix, ModelShape, WeightForm
 
 _DRAFTER = "drafter."
 _FUSE = "drafter.fc"
 _TABLES = ("embed_tokens.weight", "lm_head.weight", "_codebook")
 """What a drafter may have of its own with a row per token."""
-_FLOATS = ("F32", "F16", "BF16")
 
 
 def model_shape_of_bundle(bundle: Bundle) -> ModelShape:
-    """The target's sizes.
-
-    Raises:
-        BundleError: its weights are quantised, so that their stored shapes are no longer the model's.
-    """
-    facts, weights = bundle.manifest.target, _float_weights(bundle)
+    """The target's sizes; weights that are quantised in the bundle are so here."""
+    facts, weights = bundle.manifest.target, _whole_weights(bundle)
     tables = {facts.embedding_weight, facts.head_weight}
     own = {name: e for name, e in weights.items() if not name.startswith(_DRAFTER) and name not in tables}
     kv = _kv_layers(facts.graph.state)
@@ -30,11 +26,12 @@ def model_shape_of_bundle(bundle: Bundle) -> ModelShape:
         name=facts.name, family=facts.model_type, num_layers=facts.num_layers, hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size, num_heads=_query_rows(own, facts.hidden_size) // kv[0].head_dim,
         head_dim=kv[0].head_dim, num_kv_heads=kv[0].kv_heads, intermediate_size=_widest(own, facts.hidden_size),
-        matrices=_matrices(own.values()),
+        matrices=_matrices(bundle, own),
         vector_elements=sum(_elements(e) for e in own.values() if len(e.shape) < 2),
         embedding_elements=_elements(weights[facts.embedding_weight]),
         head_elements=0 if facts.head_weight == facts.embedding_weight else _elements(weights[facts.head_weight]),
         kv_layers=kv, max_position_tokens=facts.max_position_tokens, stored_precision=bundle.manifest.precision,
+        head_form=stored_form(bundle.manifest, facts.head_weight),
     )  # fmt: skip
 
 
@@ -42,35 +39,47 @@ def drafter_shape_of_bundle(bundle: Bundle, target: ModelShape) -> DrafterShape:
     """The drafter's sizes.
 
     Raises:
-        BundleError: the bundle has no drafter, or its weights are quantised.
+        BundleError: the bundle has no drafter.
     """
-    facts, weights = bundle.manifest.drafter, _float_weights(bundle)
+    facts, weights = bundle.manifest.drafter, _whole_weights(bundle)
     if facts is None:
         raise BundleError(f"{bundle.path} has no drafter. Add one with: dflash-export add-drafter BUNDLE DRAFTER")
     own = {name: e for name, e in weights.items() if name.startswith(_DRAFTER) and not name.startswith(_FUSE)}
-    tables = [own.pop(name) for name in list(own) if name.endswith(_TABLES)]
+    tables = {name: own.pop(name) for name in list(own) if name.endswith(_TABLES)}
     kv = _kv_layers(facts.context_graph.state)
     body = ModelShape(
         name=facts.name, family="dflash", num_layers=facts.num_layers, hidden_size=facts.hidden_size,
         vocab_size=target.vocab_size, num_heads=_query_rows(own, facts.hidden_size) // kv[0].head_dim,
         head_dim=kv[0].head_dim, num_kv_heads=kv[0].kv_heads, intermediate_size=_widest(own, facts.hidden_size),
-        matrices=_matrices(own.values()), vector_elements=sum(_elements(e) for e in own.values() if len(e.shape) < 2),
-        embedding_elements=0, head_elements=sum(_elements(e) for e in tables), kv_layers=kv,
-        max_position_tokens=target.max_position_tokens,
+        matrices=_matrices(bundle, own), vector_elements=sum(_elements(e) for e in own.values() if len(e.shape) < 2),
+        embedding_elements=0, head_elements=sum(_elements(e) for e in tables.values()), kv_layers=kv,
+        max_position_tokens=target.max_position_tokens, head_form=_one_form(bundle, tables),
     )  # fmt: skip
-    rows, columns = next(e.shape for name, e in weights.items() if name.startswith(_FUSE))
-    taps = len(bundle.manifest.taps.layer_ids)
-    return DrafterShape(body, Matrix(rows, columns, quantisable=False), facts.block_size, taps)
+    (fuse,) = _matrices(bundle, {name: e for name, e in weights.items() if name.startswith(_FUSE)})
+    fuse = dataclasses.replace(fuse, quantisable=False)
+    return DrafterShape(body, fuse, facts.block_size, len(bundle.manifest.taps.layer_ids))
 
 
-def _float_weights(bundle: Bundle) -> Mapping[str, WeightEntry]:
-    for name, entry in bundle.manifest.weights.items():
-        if entry.dtype not in _FLOATS:
-            raise BundleError(
-                f"{bundle.path} stores {name} as {entry.dtype}: it is quantised already. Plan from the checkpoint it "
-                f"was built from, {bundle.manifest.target.source.id}."
-            )
-    return bundle.manifest.weights
+def stored_form(manifest: Manifest, weight: str) -> WeightForm | None:
+    """How a bundle holds a weight that is quantised in it; None for one in floats."""
+    facts = manifest.quantized.get(weight)
+    if facts is None:
+        return None
+    kind = "fp8" if manifest.weights[weight].dtype == "F8_E4M3" else f"int{facts.bits}"
+    return WeightForm(kind, facts.group_size, facts.zero_points is None)
+
+
+def _one_form(bundle: Bundle, weights: Iterable[str]) -> WeightForm | None:
+    """Of a drafter's own tables: that of its head, the codebooks being read by row and never quantised."""
+    found = (stored_form(bundle.manifest, name) for name in weights)
+    return next((form for form in found if form is not None), None)
+
+
+def _whole_weights(bundle: Bundle) -> Mapping[str, WeightEntry]:
+    """Every weight by its values, without the scales and zero points that belong to them."""
+    facts = bundle.manifest.quantized.values()
+    parts = {name for one in facts for name in (one.scales, one.zero_points)}
+    return {name: entry for name, entry in bundle.manifest.weights.items() if name not in parts}
 
 
 def _kv_layers(state: Iterable[StateTensor]) -> tuple[KvLayer, ...]:
@@ -79,10 +88,15 @@ def _kv_layers(state: Iterable[StateTensor]) -> tuple[KvLayer, ...]:
     return tuple(KvLayer(int(t.shape[1]), int(t.shape[3]), t.window_tokens) for t in keys)
 
 
-def _matrices(entries: Iterable[WeightEntry]) -> tuple[Matrix, ...]:
+def _matrices(bundle: Bundle, own: Mapping[str, WeightEntry]) -> tuple[Matrix, ...]:
     """Weights of two or more axes; leading axes, such as experts, count as so many matrices."""
-    shapes = [entry.shape for entry in entries if len(entry.shape) > 1]
-    return tuple(Matrix(shape[-2], shape[-1], math.prod(shape[:-2])) for shape in shapes)
+    return tuple(
+        Matrix(
+            entry.shape[-2], entry.shape[-1], math.prod(entry.shape[:-2]),
+            modules=(name.removesuffix(".weight"),), form=stored_form(bundle.manifest, name),
+        )
+        for name, entry in own.items() if len(entry.shape) > 1
+    )  # fmt: skip
 
 
 def _query_rows(own: Mapping[str, WeightEntry], hidden_size: int) -> int:

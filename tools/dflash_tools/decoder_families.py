@@ -12,6 +12,7 @@ from typing import Any
 
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 from dflash_tools.model_shape import KvLayer, Matrix, ModelShape
+from dflash_tools.quantised_config import HEAD, StoredForms, read_stored_forms, with_forms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +79,9 @@ def read_model_shape(config: Mapping[str, Any], name: str) -> ModelShape:
 
     Raises:
         UnsupportedModelError: a family whose parameters are not known here exactly.
-        CheckpointError: a size is no positive number, or the checkpoint is quantised.
+        CheckpointError: a size is no positive number, or the checkpoint is quantised in a way no build takes.
     """
-    if method := config.get("quantization_config"):
-        kind = method.get("quant_method", "unknown") if isinstance(method, Mapping) else method
-        raise CheckpointError(f"{name} is quantised ({kind}); give the original half-precision checkpoint.")
+    forms = read_stored_forms(config, name)
     model_type, notes = str(config.get("model_type", "")), []
     stored = config.get("dtype") or config.get("torch_dtype")
     if model_type in _TEXT_PART:
@@ -97,7 +96,18 @@ def read_model_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             f"{name} has model_type {model_type!r}, whose parameters are not known here exactly. Known: {known}."
         )
     sizes = _Sizes({**family.defaults, **config}, name)
-    return _shape(sizes, model_type, family, name, _PRECISIONS.get(str(stored)), tuple(notes))
+    shape = _shape(sizes, model_type, family, name, _PRECISIONS.get(str(stored)), tuple(notes))
+    return shape if forms is None else _as_stored(shape, forms)
+
+
+def _as_stored(shape: ModelShape, forms: StoredForms) -> ModelShape:
+    """The same decoder with its weights in the forms its checkpoint holds them in."""
+    head = forms.form(HEAD, shape.hidden_size) if shape.head_elements else None
+    matrices = with_forms(shape.matrices, forms)
+    stored = dataclasses.replace(shape, matrices=matrices, head_form=head, notes=(*shape.notes, *forms.notes))
+    if not stored.quantised_as:
+        raise CheckpointError(f"{shape.name} says it is quantised ({forms.method}) and leaves all its layers out.")
+    return stored
 
 
 class _Sizes:
@@ -125,11 +135,7 @@ def _shape(
     kv_heads, inner = sizes.count("num_key_value_heads", heads), sizes.count("intermediate_size")
     D, V = sizes.count("head_dim", H // heads), sizes.count("vocab_size")
     q, kv = heads * D, kv_heads * D
-    if family.fused_qkv:
-        matrices = [Matrix(q + 2 * kv, H, layers), Matrix(H, q, layers), Matrix(2 * inner, H, layers)]
-    else:
-        matrices = [Matrix(q, H, layers), Matrix(kv, H, 2 * layers), Matrix(H, q, layers), Matrix(inner, H, 2 * layers)]
-    matrices.append(Matrix(H, inner, layers))
+    matrices = _matrices(family, layers, H, q, kv, inner)
     attention_bias, mlp_bias = _biases(sizes, model_type)
     vectors = family.norms_per_layer * H + (2 * D if family.qk_norms else 0)
     vectors += q + 2 * kv if family.qkv_bias or attention_bias else 0
@@ -138,12 +144,29 @@ def _shape(
     windows = _windows(sizes, family, layers)
     return ModelShape(
         name=name, family=model_type, num_layers=layers, hidden_size=H, vocab_size=V, num_heads=heads, head_dim=D,
-        num_kv_heads=kv_heads, intermediate_size=inner, matrices=tuple(matrices),
+        num_kv_heads=kv_heads, intermediate_size=inner, matrices=matrices,
         vector_elements=layers * vectors + H, embedding_elements=V * H,
         head_elements=0 if sizes.flag("tie_word_embeddings") else V * H,
         kv_layers=tuple(KvLayer(kv_heads, D, window) for window in windows),
         max_position_tokens=_max_position(sizes), stored_precision=stored, notes=notes,
     )  # fmt: skip
+
+
+def _matrices(family: Family, layers: int, hidden: int, q: int, kv: int, inner: int) -> tuple[Matrix, ...]:
+    """Linear layers by shape, with the names Transformers gives them."""
+    attention, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+
+    def linear(rows: int, columns: int, where: str, *names: str) -> Matrix:
+        return Matrix(rows, columns, layers * len(names), modules=tuple(where + name for name in names))
+
+    out, down = linear(hidden, q, attention, "o_proj"), linear(hidden, inner, mlp, "down_proj")
+    if family.fused_qkv:
+        both = linear(2 * inner, hidden, mlp, "gate_up_proj")
+        return linear(q + 2 * kv, hidden, attention, "qkv_proj"), out, both, down
+    keys_and_values = linear(kv, hidden, attention, "k_proj", "v_proj")
+    return linear(q, hidden, attention, "q_proj"), keys_and_values, out, linear(
+        inner, hidden, mlp, "gate_proj", "up_proj"
+    ), down
 
 
 def _biases(sizes: _Sizes, model_type: str) -> tuple[bool, bool]:

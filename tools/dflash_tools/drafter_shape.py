@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from dflash_runtime.errors import CheckpointError, PairError
 from dflash_tools.model_shape import DrafterShape, KvLayer, Matrix, ModelShape
+from dflash_tools.quantised_config import HEAD, StoredForms, read_stored_forms, with_forms
 
 DEFAULT_LAYERS = 5
 DEFAULT_TAPS = 5
@@ -46,15 +48,25 @@ def read_drafter_shape(config: Mapping[str, Any], target: ModelShape, name: str)
     if not isinstance(nested, Mapping):
         raise CheckpointError(f"{name}: dflash_config is {type(nested).__name__} where an object is expected.")
     refuse_other_kinds(config, nested, name)
-    if config.get("quantization_config"):
-        raise CheckpointError(f"{name} is quantised, and the memory of such a drafter is not predicted. Give another.")
     drafter = _build(config, nested, target, name, assumed=False)
+    forms = read_stored_forms(config, name)
+    if forms is not None:
+        drafter = _as_stored(drafter, forms)
     if drafter.body.hidden_size != target.hidden_size:
         raise PairError(
             f"{name} has hidden_size {drafter.body.hidden_size}, {target.name} has {target.hidden_size}: a drafter "
             "borrows its target's embedding. Give the drafter trained for this target."
         )
     return drafter
+
+
+def _as_stored(drafter: DrafterShape, forms: StoredForms) -> DrafterShape:
+    """The same drafter with its weights in the forms its checkpoint holds them in."""
+    own = drafter.body
+    head = forms.form(HEAD, own.hidden_size) if own.head_elements else None
+    notes = tuple(f"{own.name}: {note}" for note in forms.notes)
+    body = dataclasses.replace(own, matrices=with_forms(own.matrices, forms), head_form=head, notes=notes)
+    return dataclasses.replace(drafter, body=body, fuse=with_forms([drafter.fuse], forms)[0])
 
 
 def default_block_sizes(block_size: int) -> tuple[int, ...]:
@@ -76,12 +88,18 @@ def _build(
     kv_heads, inner = count("num_key_value_heads", heads), count("intermediate_size")
     D, taps = count("head_dim", H // heads), _num_taps(config, nested, target, name)
     q, kv, bias = heads * D, kv_heads * D, bool(config.get("attention_bias", False))
-    matrices = [Matrix(q, H, layers), Matrix(kv, H, 2 * layers), Matrix(H, q, layers), Matrix(inner, H, 2 * layers),
-                Matrix(H, inner, layers)]  # fmt: skip
+    matrices = [
+        _linear(q, H, layers, "self_attn.q_proj"), _linear(kv, H, layers, "self_attn.k_proj", "self_attn.v_proj"),
+        _linear(H, q, layers, "self_attn.o_proj"), _linear(inner, H, layers, "mlp.gate_proj", "mlp.up_proj"),
+        _linear(H, inner, layers, "mlp.down_proj"),
+    ]  # fmt: skip
     vectors = layers * (2 * H + 2 * D + (q + 2 * kv + H if bias else 0)) + 2 * H  # hidden_norm and norm at the end
     if any(nested.get(key, config.get(key)) is not None for key in ("conv_kernel_size", "selector_rank")):
         taken, rank = count("conv_kernel_size"), count("selector_rank")  # what DFlash 2 adds
-        matrices += [Matrix(2 * taken * (H // count("conv_group_size")), H, 2 * layers), Matrix(rank, H)]
+        kernel_rows = 2 * taken * (H // count("conv_group_size"))
+        convs = [f"{conv}.kernel_projection" for conv in ("attention_conv", "mlp_conv")]
+        matrices.append(_linear(kernel_rows, H, layers, *convs))
+        matrices.append(Matrix(rank, H, modules=("candidate_selector.hidden_projection",)))
         vectors += layers * 2 * (2 * taken * H) + 2 * target.vocab_size * rank  # fixed kernels, and two codebooks
     own_head = count("draft_vocab_size", target.vocab_size)
     head = 0 if own_head == target.vocab_size else own_head * H
@@ -92,8 +110,12 @@ def _build(
         max_position_tokens=count("max_position_embeddings", target.max_position_tokens),
     )  # fmt: skip
     width = count("target_hidden_size", H)
-    fuse = Matrix(H, taps * width, quantisable=False)
+    fuse = Matrix(H, taps * width, quantisable=False, modules=("fc",))
     return DrafterShape(body, fuse, count("block_size", DEFAULT_BLOCK_SIZE), taps, assumed)
+
+
+def _linear(rows: int, columns: int, layers: int, *names: str) -> Matrix:
+    return Matrix(rows, columns, layers * len(names), modules=tuple(f"layers.{{}}.{name}" for name in names))
 
 
 def _num_taps(config: Mapping[str, Any], nested: Mapping[str, Any], target: ModelShape, name: str) -> int:

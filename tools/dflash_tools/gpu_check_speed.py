@@ -153,14 +153,15 @@ def roofline() -> dict[str, Any]:
     from dflash_tools.device_table import DEVICES
     from dflash_tools.drafter_shape import read_drafter_shape
     from dflash_tools.engine_memory import DRAFTER_7B, QWEN2_7B
+    from dflash_tools.weight_bytes import Storage
 
-    device, storage = DEVICES["h200"], plan.Storage("fp16", "fp16")
+    device, storage = DEVICES["h200"], Storage("fp16", "fp16")
     target = read_model_shape(QWEN2_7B, "Qwen2-7B")
     drafter = read_drafter_shape(DRAFTER_7B, target, "five layers")
     told: dict[str, Any] = {"device": device.name}
     told["plain_ms"] = round(plan.verify_s(device, target, storage, 1, PROMPT_TOKENS) * 1000, 3)
     for size in (4, 8, 16):
-        parts = (plan.draft_s(device, target, drafter, storage, size, PROMPT_TOKENS),
+        parts = (plan.draft_s(device, target, drafter, storage, storage, size, PROMPT_TOKENS),
                  plan.verify_s(device, target, storage, size, PROMPT_TOKENS),
                  plan.append_s(device, drafter, storage, size))  # fmt: skip
         told[f"cycle_{size}_ms"] = round(sum(parts) * 1000, 3)

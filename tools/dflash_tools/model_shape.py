@@ -6,20 +6,47 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
+class WeightForm:
+    """How the numbers of a matrix are stored."""
+
+    kind: str
+    """fp32, fp16, bf16, int8, int4 or fp8."""
+    group_size: int | None = None
+    """Inputs that share a scale; None for one scale an output, and for floats."""
+    symmetric: bool = True
+    """Without zero points."""
+
+    @property
+    def words(self) -> str:
+        """The form as a person says it."""
+        group = "" if self.group_size is None else f" in groups of {self.group_size}"
+        return f"{self.kind}{group}{'' if self.symmetric else ' with zero points'}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Matrix:
     """Weights of linear layers of one shape."""
 
     rows: int
     """Output features."""
     columns: int
-    """Input features; INT4 groups lie along them."""
+    """Input features; groups lie along them."""
     count: int = 1
     quantisable: bool = True
+    modules: tuple[str, ...] = ()
+    """What they are called, `{}` for the number of the layer: `model.layers.{}.self_attn.q_proj`."""
+    form: WeightForm | None = None
+    """As the checkpoint brings them; None where that is up to the build."""
 
     @property
     def elements(self) -> int:
         """Parameters of all of them."""
         return self.rows * self.columns * self.count
+
+    @property
+    def names(self) -> list[str]:
+        """Of each, layer by layer."""
+        return [name.format(i) for i in range(self.count // max(1, len(self.modules))) for name in self.modules]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +90,14 @@ class ModelShape:
     stored_precision: str | None = None
     """fp32, fp16 or bf16 as the config states it."""
     notes: tuple[str, ...] = ()
+    head_form: WeightForm | None = None
+    """Of the head, or of a tied table, as the checkpoint brings it; None where that is up to the build."""
+
+    @property
+    def quantised_as(self) -> tuple[str, ...]:
+        """In words, what the checkpoint brings quantised already."""
+        forms = [matrix.form for matrix in self.matrices] + [self.head_form]
+        return tuple(dict.fromkeys(form.words for form in forms if form is not None))
 
     @property
     def matrix_elements(self) -> int:
@@ -81,7 +116,7 @@ class DrafterShape:
 
     body: ModelShape
     fuse: Matrix
-    """`fc`, [hidden, taps * hidden]; stays in half precision."""
+    """`fc`, [hidden, taps * hidden]; a build leaves it in floats."""
     block_size: int
     num_taps: int
     assumed: bool = False

@@ -21,8 +21,9 @@ import click
 from dflash_runtime.bundle import Bundle, Manifest, SourceFacts, sha256_of
 from dflash_runtime.device_engine import BoundWeight, DeviceEngineRecord
 from dflash_runtime.errors import CheckpointError
-from dflash_runtime.weights import SIGNED_TRANSPOSED
+from dflash_runtime.weights import FLOAT8_TRANSPOSED, SIGNED_TRANSPOSED
 from dflash_tools import plan_formulas as formulas
+from dflash_tools.bundle_shape import stored_form
 from dflash_tools.decoder_families import read_model_shape
 from dflash_tools.drafter_shape import read_drafter_shape
 from dflash_tools.error_lines import EXIT_REFUSED, DFlashCommand, needs_extra
@@ -30,9 +31,20 @@ from dflash_tools.model_shape import DrafterShape, ModelShape
 from dflash_tools.plan_sources import find_config
 from dflash_tools.session_bytes import SessionBytes, measure_session
 from dflash_tools.sizes import bytes_text
+from dflash_tools.weight_bytes import (
+    DEFAULT_GROUP_SIZE,
+    ITEM_BYTES,
+    Storage,
+    drafter_bytes,
+    given_bytes,
+    held_bytes,
+    model_bytes,
+)
 
 TOLERANCE = 0.03
-BOUND_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, SIGNED_TRANSPOSED: 1}
+ROUNDED = "round-to-nearest"
+"""Origin of weights that a build has quantised."""
+BOUND_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, SIGNED_TRANSPOSED: 1, FLOAT8_TRANSPOSED: 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,24 +120,23 @@ def compare(
 ) -> Iterator[Comparison]:
     """Planned and real bytes of each item."""
     manifest = bundle.manifest
-    executed = formulas.Storage("fp32", "fp32")
     storage, drafter_storage = stored_as(manifest, "target"), stored_as(manifest, "drafter")
+    executed, drafter_executed = executed_on_cpu(storage), executed_on_cpu(drafter_storage)
     files = _weight_file_bytes(bundle)
     capacity = formulas.capacity_tokens(manifest.max_context_tokens, manifest.block_sizes)
     kv = formulas.kv_bytes(shape, capacity, executed.item_bytes)
-    in_memory = formulas.model_bytes(shape, executed) + kv
-    yield Comparison("target weight files", formulas.model_bytes(shape, storage), files["target"], True)
+    in_memory = model_bytes(shape, executed) + kv
+    yield Comparison("target weight files", model_bytes(shape, storage), files["target"], True)
     yield Comparison("target KV cache", kv, measured.target_kv_bytes, True)
     if drafter is not None:
         drafter_kv = formulas.kv_bytes(drafter.body, capacity, executed.item_bytes)
         drafter_kv -= _saved_by_rings(manifest, drafter, capacity) * executed.item_bytes
-        in_memory += formulas.drafter_bytes(drafter, executed) + drafter_kv
-        planned = formulas.drafter_bytes(drafter, drafter_storage)
-        yield Comparison("drafter weight files", planned, files["drafter"], True)
+        in_memory += drafter_bytes(drafter, drafter_executed) + drafter_kv
+        yield Comparison("drafter weight files", drafter_bytes(drafter, drafter_storage), files["drafter"], True)
         yield Comparison("drafter KV cache", drafter_kv, measured.drafter_kv_bytes, True)
     engines = formulas.ort_engine_bytes(shape, drafter)
     yield Comparison("engine files", engines, measured.engine_bytes, False)
-    yield Comparison("session: weights in fp32 and KV", in_memory, measured.resident_growth_bytes, False)
+    yield Comparison("session: weights and KV", in_memory, measured.resident_growth_bytes, False)
 
 
 def _saved_by_rings(manifest: Manifest, drafter: DrafterShape, capacity: int) -> int:
@@ -145,28 +156,28 @@ def compare_engines(
     """The same for engines of a GPU: what they are given and what they hold is told, the sum is judged."""
     manifest = bundle.manifest
     storage, drafter_storage = stored_as(manifest, "target"), stored_as(manifest, "drafter")
-    item_bytes = formulas.ITEM_BYTES[record.execution_precision]
+    item_bytes = ITEM_BYTES[record.execution_precision]
     capacity = formulas.capacity_tokens(manifest.max_context_tokens, manifest.block_sizes, record.prefill_chunk_tokens)
     kv, states = formulas.kv_bytes(shape, capacity, item_bytes), [*manifest.target.graph.state]
     if drafter is not None and manifest.drafter is not None:
         kv += formulas.kv_bytes(drafter.body, capacity, item_bytes)
         states += manifest.drafter.context_graph.state
-    held, held_again = formulas.held_bytes(shape, drafter, storage, drafter_storage)
+    held, held_again = held_bytes(shape, drafter, storage, drafter_storage)
     real_kv = sum(math.prod(state.cache_shape(record.capacity_rows)) for state in states) * item_bytes
     real_engines = sum(facts.size_bytes for facts in record.files.values())
     engines = engine_bytes(shape, drafter, record.block_sizes) + held + held_again
-    given = formulas.given_bytes(shape, drafter, storage, drafter_storage)
+    given = given_bytes(shape, drafter, storage, drafter_storage)
     bound = [weight for engine in record.engines for weight in engine.weights]
     rows = [
-        Comparison("weights given to engines", given, given_bytes(manifest, bound), False),
+        Comparison("weights given to engines", given, bound_bytes(manifest, bound), False),
         Comparison("KV caches", kv, real_kv, False),
-        Comparison("engine files, int4 included", engines, real_engines, False),
+        Comparison("engine files, what they hold included", engines, real_engines, False),
     ]
     yield from rows
     yield Comparison("sum", sum(r.planned_bytes for r in rows), sum(r.real_bytes for r in rows), True)
 
 
-def given_bytes(manifest: Manifest, bound: Iterable[BoundWeight]) -> int:
+def bound_bytes(manifest: Manifest, bound: Iterable[BoundWeight]) -> int:
     """Device memory of the weights that engines take as inputs, each once for every dtype."""
     wanted = {(weight.weight, weight.dtype) for weight in bound}
     return sum(math.prod(manifest.weights[name].shape) * BOUND_ITEM_BYTES[dtype] for name, dtype in wanted)
@@ -179,18 +190,31 @@ def engine_bytes(shape: ModelShape, drafter: DrafterShape | None, block_sizes: S
     return formulas.engine_bytes(shape, drafter, block_sizes)
 
 
-def stored_as(manifest: Manifest, role: str) -> formulas.Storage:
-    """How a model's layers and the tables are held, by the bundle's own list of quantised weights."""
+def stored_as(manifest: Manifest, role: str) -> Storage:
+    """How a build was asked to store a model's layers and tables, by the bundle's own list of quantised weights.
+
+    What a checkpoint brought quantised is not looked at: its config says so, and what is planned from it has that form.
+    """
     target = manifest.target
     tables = {target.embedding_weight, target.head_weight}
-    layers = {
-        facts.bits
-        for name, facts in manifest.quantized.items()
-        if name not in tables and name.startswith("drafter.") == (role == "drafter")
-    }
-    head = manifest.quantized.get(target.head_weight)
-    matrices = f"int{min(layers)}" if layers else manifest.precision
-    return formulas.Storage(matrices, manifest.precision if head is None else f"int{head.bits}")
+    rounded = {n: stored_form(manifest, n) for n, facts in manifest.quantized.items() if facts.origin == ROUNDED}
+    layers = [f for n, f in rounded.items() if n not in tables and n.startswith("drafter.") == (role == "drafter")]
+    own, head = next(iter(layers), None), rounded.get(target.head_weight)
+    kind = manifest.precision if own is None else own.kind
+    grouped = next((form for form in (own, head) if form is not None and form.kind == "int4"), None)
+    if role == "drafter":
+        head = own  # of a vocabulary of its own; a borrowed one is the target's
+    return Storage(
+        kind, manifest.precision if head is None else head.kind,
+        DEFAULT_GROUP_SIZE if grouped is None or grouped.group_size is None else grouped.group_size,
+        grouped is None or grouped.symmetric, manifest.precision,
+    )  # fmt: skip
+
+
+def executed_on_cpu(storage: Storage) -> Storage:
+    """What an ort-cpu session makes of it: floats and FP8 are widened, integers stay."""
+    layers, tables = ("fp32" if kind not in ("int8", "int4") else kind for kind in (storage.matrices, storage.tables))
+    return Storage(layers, tables, storage.group_size, storage.symmetric, "fp32")
 
 
 def _config(source: SourceFacts, given: str | None, role: str) -> dict[str, Any]:

@@ -20,15 +20,32 @@ from dflash_tools.this_device import find_this_device
 @click.option("--drafter", help="The same for the drafter. [default: the catalog's, else five layers are assumed]")
 @click.option("--device", required=True, metavar="NAME|auto", help="A board or card, as orin-nano-8gb; auto: this one.")
 @click.option(
-    "--precision", type=click.Choice(["fp16", "bf16", "int8", "int4"]), help="[default: the checkpoint's own, or fp16]"
+    "--precision",
+    type=click.Choice(["fp16", "bf16", "int8", "int4", "fp8"]),
+    help="Of the target's layers; below 16 bit as build --quantize stores them. [default: the checkpoint's, or fp16]",
 )
 @click.option(
+    "--quantize-head",
     "--table-precision",
-    type=click.Choice(["16bit", "int8", "int4"]),
-    default="16bit",
+    "table_precision",
+    type=click.Choice(["keep", "int8", "int4", "fp8"]),
+    default="keep",
     show_default=True,
     help="Of the head, and of an embedding that is the head too.",
 )
+@click.option(
+    "--quantize-drafter",
+    "drafter_precision",
+    type=click.Choice(["keep", "int8", "int4", "fp8"]),
+    default="keep",
+    show_default=True,
+    help="Of the drafter's own matrices.",
+)
+@click.option(
+    "--group-size", type=click.Choice(["32", "64", "128"]), default="32", show_default=True,
+    help="int4: inputs that share a scale.",
+)
+@click.option("--asymmetric", is_flag=True, help="int4: a zero point for each group.")
 @click.option(
     "--max-context", type=int, metavar="N", help="Most tokens a request may hold. [default: 4096, or the model's limit]"
 )
@@ -47,6 +64,9 @@ def command(
     device: str,
     precision: str | None,
     table_precision: str,
+    drafter_precision: str,
+    group_size: str,
+    asymmetric: bool,
     max_context: int | None,
     block_sizes: tuple[int, ...],
     as_json: bool,
@@ -54,11 +74,15 @@ def command(
     """Says from config files alone what TARGET and DRAFTER take on a device, and whether that fits.
 
     Weights and caches are exact; everything else, times included, is a prediction and labelled so. Of a Hugging Face
-    id config.json alone is fetched. Where the pair does not fit, what would fit is proposed.
+    id config.json alone is fetched. A checkpoint that is quantised already is counted as it is, other weights as
+    `build` would store them. Where the pair does not fit, what would fit is proposed.
     """
     place = _place(device)
     pair = find_pair(target, drafter)
-    plan = make_plan(pair, place, settle_options(pair, precision, table_precision, max_context, block_sizes))
+    options = settle_options(
+        pair, precision, table_precision, max_context, block_sizes, drafter_precision, int(group_size), not asymmetric
+    )
+    plan = make_plan(pair, place, options)
     proposals = propose(plan)
     if as_json:
         click.echo(json.dumps(plan_facts(plan, proposals), ensure_ascii=False))

@@ -1,6 +1,8 @@
 """Every formula of a plan: bytes from sizes, and time from bytes and operations. Numbers in, numbers out.
 
-Bytes of weights and caches are exact for what is stored. The rest predicts: the constants below say on what ground.
+Bytes of caches are exact, and so are those of weights, which are in `weight_bytes`. The rest predicts: the constants
+below say on what ground.
+
 The one published pair of speeds there is to compare with (TensorRT Edge-LLM 0.10.0, AGX Thor, Qwen3-8B in 4 bit,
 blocks of 16) needs an acceptance length of 1.71; the formulas give 1.39. Times here lean to the hopeful side.
 Letters: V vocabulary, H hidden, T cache capacity, S rows of a pass, b block size.
@@ -10,16 +12,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from dflash_tools.device_table import Device
-from dflash_tools.model_shape import DrafterShape, Matrix, ModelShape
+from dflash_tools.model_shape import DrafterShape, ModelShape
+from dflash_tools.weight_bytes import (
+    ITEM_BYTES,
+    Storage,
+    context_matrices,
+    every_form,
+    head_bytes,
+    held_bytes,
+    held_target_bytes,
+    matrix_bytes,
+    weight_parts,
+)
 
 PREFILL_CHUNK_TOKENS = 128
 """What a session takes unless told otherwise."""
-INT4_GROUP = 128
-SCALE_BYTES = 2
-ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 ENGINE_BYTES_PER_LAYER_AND_PROFILE = 520_000
 """TensorRT-RTX 1.7.1, 28 layers of Qwen2-7B's shape, weights as inputs: 72.5 MB for five profiles. With a drafter of
@@ -48,59 +58,6 @@ LAUNCH_S = {True: 3e-6, False: 2e-6}
 """Time between two kernels beyond their work, by unified memory or not; less in a CUDA graph. Assumed."""
 HOST_TURN_S = {True: 100e-6, False: 40e-6}
 """Starting a pass from the host and reading its ids. Assumed."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Storage:
-    """How weights are stored."""
-
-    matrices: str
-    """fp32, fp16, bf16, int8 (a scale per output channel) or int4 (a scale per group of 128 inputs)."""
-    tables: str
-    """The same for the head, and for an embedding that is the head too; one that is not stays in floats."""
-
-    @property
-    def item_bytes(self) -> int:
-        """Of vectors, activations and caches."""
-        return ITEM_BYTES.get(self.matrices, 2)
-
-
-def matrix_bytes(matrix: Matrix, precision: str) -> int:
-    """Stored bytes of linear weights, scales included. A matrix that is not quantisable stays in 16 bit."""
-    if precision in ITEM_BYTES or not matrix.quantisable:
-        return matrix.elements * ITEM_BYTES.get(precision, 2)
-    if precision == "int8":
-        return matrix.elements + matrix.rows * matrix.count * SCALE_BYTES
-    groups = math.ceil(matrix.columns / INT4_GROUP)
-    return matrix.count * (math.ceil(matrix.rows * matrix.columns / 2) + matrix.rows * groups * SCALE_BYTES)
-
-
-def table_bytes(elements: int, columns: int, precision: str) -> int:
-    """Bytes of an embedding or head of [V, H]; 0 elements take nothing."""
-    return matrix_bytes(Matrix(elements // columns, columns), precision)
-
-
-def embedding_bytes(shape: ModelShape, storage: Storage) -> int:
-    """Bytes of the embedding; rows are picked from it, so it is quantised only where the head reads it too."""
-    floats = storage.tables in ITEM_BYTES or not shape.head_elements
-    return table_bytes(shape.embedding_elements, shape.hidden_size, storage.tables if floats else "fp16")
-
-
-def model_bytes(shape: ModelShape, storage: Storage) -> int:
-    """Weights of a model, a tied table once. For a drafter's body: what it brings itself."""
-    linear = sum(matrix_bytes(matrix, storage.matrices) for matrix in shape.matrices)
-    head = table_bytes(shape.head_elements, shape.hidden_size, storage.tables)
-    return linear + embedding_bytes(shape, storage) + head + shape.vector_elements * storage.item_bytes
-
-
-def drafter_bytes(drafter: DrafterShape, storage: Storage) -> int:
-    """Weights of a drafter; embedding and head are the target's and counted there."""
-    return model_bytes(drafter.body, storage) + matrix_bytes(drafter.fuse, storage.matrices)
-
-
-def given_drafter_bytes(drafter: DrafterShape, storage: Storage) -> int:
-    """The same as engines take them: the fusing matrix in fp32, as it is computed with."""
-    return drafter_bytes(drafter, storage) + drafter.fuse.elements * (ITEM_BYTES["fp32"] - storage.item_bytes)
 
 
 def capacity_tokens(max_context: int, block_sizes: Sequence[int], prefill_chunk: int = PREFILL_CHUNK_TOKENS) -> int:
@@ -135,9 +92,9 @@ def scratch_bytes(
     scores = rows * target.num_heads * capacity * (4 + item)
     logits = 2 * largest_block * target.vocab_size * 4
     taps = rows * drafter.num_taps * target.hidden_size * item
-    dequantised = 0
-    if storage.matrices in ("int8", "int4"):
-        dequantised = max(matrix.rows * matrix.columns for matrix in target.matrices) * item
+    forms = ((matrix, storage.form(matrix, storage.matrices)) for matrix in target.matrices)
+    quantised = [matrix.rows * matrix.columns for matrix, form in forms if form.kind not in ITEM_BYTES]
+    dequantised = max(quantised, default=0) * item
     return rows * widths * item + scores + logits + taps + dequantised + WORKSPACE_BYTES
 
 
@@ -158,60 +115,33 @@ def target_engine_bytes(target: ModelShape, block_sizes: Sequence[int]) -> int:
     return target.num_layers * num_profiles(block_sizes)[0] * ENGINE_BYTES_PER_LAYER_AND_PROFILE
 
 
-def held_bytes(
-    target: ModelShape, drafter: DrafterShape | None, storage: Storage, drafter_storage: Storage | None = None
-) -> tuple[int, int]:
-    """int4 weights, which engines hold themselves: all of them once, and what lies in two engines again.
-
-    The head lies in the target's engine and in the drafter's, keys and values of a drafter in its own and its
-    context's. `drafter_storage` is that of the target unless it is given.
-    """
-    head = table_bytes(target.head_elements, target.hidden_size, "int4") if storage.tables == "int4" else 0
-    once, twice = head + _int4_bytes(target.matrices, storage), 0
-    if drafter is not None:
-        own, body = drafter_storage or storage, drafter.body
-        rows = sum(layer.row_elements for layer in body.kv_layers)
-        once += _int4_bytes(body.matrices, own)
-        twice += (0 if body.head_elements else head) + _int4_bytes([Matrix(rows, body.hidden_size)], own)
-    return once, twice
-
-
-def given_bytes(
-    target: ModelShape, drafter: DrafterShape | None, storage: Storage, drafter_storage: Storage | None = None
-) -> int:
-    """Weights that engines take as inputs, each once."""
-    total = model_bytes(target, storage)
-    if drafter is not None:
-        total += given_drafter_bytes(drafter, drafter_storage or storage)
-    return total - held_bytes(target, drafter, storage, drafter_storage)[0]
-
-
-def _int4_bytes(matrices: Iterable[Matrix], storage: Storage) -> int:
-    """Of matrices that are stored so."""
-    if storage.matrices != "int4":
-        return 0
-    return sum(matrix_bytes(matrix, "int4") for matrix in matrices if matrix.quantisable)
-
-
 def ort_engine_bytes(target: ModelShape, drafter: DrafterShape | None) -> int:
     """Lowered graphs of ort-cpu; weights lie apart."""
     other = 0 if drafter is None else drafter.body.num_layers * ORT_BYTES_PER_DRAFTER_LAYER
     return target.num_layers * ORT_BYTES_PER_TARGET_LAYER + other
 
 
-def host_builder_bytes(target: ModelShape, storage: Storage, block_sizes: Sequence[int]) -> int:
-    """Peak of the process that builds the target's engine, which it holds several times where weights are in it."""
+def host_builder_bytes(
+    target: ModelShape, drafter: DrafterShape, storage: Storage, drafter_storage: Storage, block_sizes: Sequence[int]
+) -> int:
+    """Peak of the process that builds the largest engine, which it holds several times where weights are in it."""
     from dflash_engines.builder_memory import builder_peak_bytes
 
     profiles, _ = num_profiles(block_sizes)
-    held, _ = held_bytes(target, None, storage)
-    return builder_peak_bytes(target.num_layers, profiles, int4_weight_bytes=held)
+    own = held_target_bytes(target, storage)
+    once, again = held_bytes(target, drafter, storage, drafter_storage)
+    return max(
+        builder_peak_bytes(target.num_layers, profiles, int4_weight_bytes=own),
+        builder_peak_bytes(drafter.body.num_layers, len(block_sizes), int4_weight_bytes=once - own + again),
+    )
 
 
 def kernel_trial_bytes(target: ModelShape, storage: Storage, scratch: int) -> int:
     """What building takes of the device's memory: kernels are tried on the largest weight and scratch."""
-    matrices = (matrix_bytes(dataclasses.replace(m, count=1), storage.matrices) for m in target.matrices)
-    return max(embedding_bytes(target, storage), *matrices) + scratch
+    return scratch + max(
+        weight_parts(dataclasses.replace(matrix, count=1), form, storage.item_bytes).stored
+        for matrix, form in every_form(target, storage)
+    )
 
 
 def roofline_s(device: Device, moved_bytes: float, operations: float) -> float:
@@ -232,8 +162,7 @@ def overhead_s(device: Device, layers: int) -> float:
 def head_s(device: Device, target: ModelShape, storage: Storage, rows: int) -> float:
     """The output head on `rows` rows; a tied one reads the embedding table."""
     elements = target.head_elements or target.embedding_elements
-    stored = table_bytes(elements, target.hidden_size, storage.tables)
-    return roofline_s(device, stored + rows * target.vocab_size * 4, 2 * elements * rows)
+    return roofline_s(device, head_bytes(target, storage) + rows * target.vocab_size * 4, 2 * elements * rows)
 
 
 def attention_s(device: Device, shape: ModelShape, item_bytes: int, rows: int, depth_tokens: int) -> float:
@@ -248,7 +177,7 @@ def attention_s(device: Device, shape: ModelShape, item_bytes: int, rows: int, d
 
 def body_s(device: Device, shape: ModelShape, storage: Storage, rows: int, depth_tokens: int) -> float:
     """All decoder layers of a pass of `rows` rows, launches included."""
-    stored = sum(matrix_bytes(matrix, storage.matrices) for matrix in shape.matrices)
+    stored = sum(matrix_bytes(matrix, storage) for matrix in shape.matrices)
     linear = roofline_s(device, stored + shape.vector_elements * storage.item_bytes, 2 * shape.matrix_elements * rows)
     attention = attention_s(device, shape, storage.item_bytes, rows, depth_tokens)
     return linear + attention + overhead_s(device, shape.num_layers)
@@ -260,19 +189,19 @@ def verify_s(device: Device, target: ModelShape, storage: Storage, rows: int, de
 
 
 def draft_s(
-    device: Device, target: ModelShape, drafter: DrafterShape, storage: Storage, block_size: int, depth_tokens: int
+    device: Device, target: ModelShape, drafter: DrafterShape, storage: Storage, drafter_storage: Storage,
+    block_size: int, depth_tokens: int,
 ) -> float:
     """One pass of the drafter: all b rows through its layers, b - 1 through the target's head."""
-    body = body_s(device, drafter.body, storage, block_size, depth_tokens)
+    body = body_s(device, drafter.body, drafter_storage, block_size, depth_tokens)
     return body + head_s(device, target, storage, block_size - 1)
 
 
 def append_s(device: Device, drafter: DrafterShape, storage: Storage, rows: int) -> float:
     """Tap rows into the drafter's context: the fusing matrix, then keys and values of every layer."""
-    body = drafter.body
-    projections = Matrix(body.num_kv_heads * body.head_dim, body.hidden_size, 2 * body.num_layers)
-    stored = matrix_bytes(drafter.fuse, storage.matrices) + matrix_bytes(projections, storage.matrices)
-    linear = roofline_s(device, stored, 2 * (drafter.fuse.elements + projections.elements) * rows)
+    body, read = drafter.body, [drafter.fuse, *context_matrices(drafter)]
+    stored = sum(matrix_bytes(matrix, storage) for matrix in read)
+    linear = roofline_s(device, stored, 2 * sum(matrix.elements for matrix in read) * rows)
     # A layer here is two products, a norm, a rotation and two writes: half of a decoder layer's kernels.
     return linear + overhead_s(device, math.ceil(body.num_layers / 2))
 

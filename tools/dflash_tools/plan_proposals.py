@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 from dflash_tools.device_table import DEVICES
-from dflash_tools.resource_plan import Plan, PlanOptions, make_plan, place_on
+from dflash_tools.resource_plan import KEEP, Plan, PlanOptions, make_plan, place_on
 
 LEAST_CONTEXT_TOKENS = 512
 CONTEXT_STEP_TOKENS = 256
-_SMALLER = (("int8", "16bit"), ("int4", "16bit"), ("int4", "int8"), ("int4", "int4"))
-_BITS = {"16bit": 16, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4}
+_SMALLER = (
+    ("int8", KEEP, KEEP), ("int8", KEEP, "int8"), ("int4", KEEP, KEEP), ("int4", KEEP, "int4"),
+    ("int4", "int8", "int4"), ("int4", "int4", "int4"),
+)  # fmt: skip
+"""Of the layers, the head and the drafter."""
+_BITS = {KEEP: 16, "fp16": 16, "bf16": 16, "int8": 8, "fp8": 8, "int4": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +37,25 @@ def propose(plan: Plan) -> list[Proposal]:
     if plan.fits:
         return []
     found = [_with_largest_context(plan, plan.options, "a smaller context")]
-    for precision, tables in _SMALLER:
-        options = dataclasses.replace(plan.options, precision=precision, table_precision=tables)
-        if _is_smaller(options, plan.options):
-            found.append(_with_largest_context(plan, options, _named(precision, tables)))
+    tried = [plan.options]
+    for kinds in _SMALLER:
+        options = _stored_as(plan, *kinds)
+        if options not in tried and _is_smaller(options, plan.options):
+            tried.append(options)
+            found.append(_with_largest_context(plan, options, _named(options, plan.options)))
     return [proposal for proposal in (*found, _another_device(plan)) if proposal is not None]
+
+
+def _stored_as(plan: Plan, layers: str, head: str, drafter: str) -> PlanOptions:
+    """Other kinds of weights, where the checkpoints leave them open."""
+    target, own = plan.pair.target, plan.pair.drafter
+    kept = plan.options
+    return dataclasses.replace(
+        kept,
+        precision=kept.precision if any(matrix.form for matrix in target.matrices) else layers,
+        table_precision=kept.table_precision if target.head_form else head,
+        drafter_precision=kept.drafter_precision if own.body.quantised_as or own.fuse.form else drafter,
+    )
 
 
 def _with_largest_context(plan: Plan, options: PlanOptions, what: str) -> Proposal | None:
@@ -72,20 +90,29 @@ def _another_device(plan: Plan) -> Proposal | None:
     return None
 
 
+def _kinds(options: PlanOptions) -> tuple[str, str, str]:
+    return options.precision, options.table_precision, options.drafter_precision
+
+
 def _is_smaller(options: PlanOptions, than: PlanOptions) -> bool:
-    now = (_BITS[options.precision], _BITS[options.table_precision])
-    before = (_BITS[than.precision], _BITS[than.table_precision])
-    return now != before and now[0] <= before[0] and now[1] <= before[1]
+    """Nothing is stored in more bits."""
+    return all(_BITS[now] <= _BITS[before] for now, before in zip(_kinds(options), _kinds(than), strict=True))
 
 
-def _named(precision: str, tables: str) -> str:
-    return f"weights in {precision}" if tables == "16bit" else f"weights in {precision}, head in {tables}"
+def _named(options: PlanOptions, asked: PlanOptions) -> str:
+    words = [
+        f"{what} in {now}"
+        for what, now, before in zip(("weights", "head", "drafter"), _kinds(options), _kinds(asked), strict=True)
+        if now != before
+    ]
+    return ", ".join(words)
 
 
 def _arguments(options: PlanOptions, asked: PlanOptions) -> str:
     changed = [
         ("--precision", options.precision, asked.precision),
-        ("--table-precision", options.table_precision, asked.table_precision),
+        ("--quantize-head", options.table_precision, asked.table_precision),
+        ("--quantize-drafter", options.drafter_precision, asked.drafter_precision),
         ("--max-context", options.max_context_tokens, asked.max_context_tokens),
     ]
     return " ".join(f"{name} {value}" for name, value, before in changed if value != before)

@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from dflash_tools import plan_formulas as formulas
 from dflash_tools.model_shape import ModelShape
 from dflash_tools.plan_proposals import Proposal
-from dflash_tools.resource_plan import MemoryItem, Plan
+from dflash_tools.resource_plan import MemoryItem, Plan, builder_bytes
 from dflash_tools.sizes import bytes_text, count_text
 
 PREDICTION = "prediction from bandwidth and compute, not measured; real cycles tend to cost more"
@@ -29,7 +28,7 @@ def plan_lines(plan: Plan, proposals: list[Proposal]) -> Iterator[str]:
         f"{device.bandwidth_gb_per_s:g} GB/s, {device.fp16_tflops:g} TFLOPS fp16, SM {device.sm}"
     )
     yield (
-        f"stored   {options.precision}, head {options.storage.tables}; "
+        f"stored   {_stored(plan)}; "
         f"context {options.max_context_tokens} tokens, block sizes {', '.join(map(str, options.block_sizes))}"
     )
     for note in plan.pair.notes:
@@ -39,16 +38,15 @@ def plan_lines(plan: Plan, proposals: list[Proposal]) -> Iterator[str]:
     yield "\nmemory while building engines on the device"
     yield from _item_lines(plan.build_items, plan.build_bytes)
     if not device.unified:
-        host = formulas.host_builder_bytes(target, options.storage, options.block_sizes)
-        yield f"  and {bytes_text(host)} of the machine's own memory, predicted"
-    if "int4" in (options.precision, options.storage.tables):
+        yield f"  and {bytes_text(builder_bytes(plan.pair, options))} of the machine's own memory, predicted"
+    if "int4" in plan.kinds:
         yield "  engines hold int4 weights, and are built by TensorRT 10.15 (JetPack 7.2), TensorRT-RTX, or later"
     yield f"\n{verdict(plan)}"
     for proposal in proposals:
         yield f"  fits with {proposal.what}: {bytes_text(proposal.needed_bytes)} of " + (
             f"{bytes_text(proposal.available_bytes)} ({proposal.arguments})"
         )
-    if not plan.fits and not proposals:
+    if not (plan.fits or proposals or plan.obstacles):
         yield "  nothing in the device table holds this pair, in no precision"
     yield from _time_lines(plan)
 
@@ -56,10 +54,28 @@ def plan_lines(plan: Plan, proposals: list[Proposal]) -> Iterator[str]:
 def verdict(plan: Plan) -> str:
     """Fits or not, with both numbers."""
     needed, available = plan.needed_bytes, plan.place.available_bytes
+    if plan.obstacles:
+        return "CANNOT BE BUILT: " + "; ".join(plan.obstacles)
     numbers = f"needs {bytes_text(needed)}, {plan.place.device.label} has {bytes_text(available)}"
     if plan.fits:
         return f"FITS: {numbers}; {bytes_text(available - needed)} to spare"
     return f"DOES NOT FIT: {numbers}; {bytes_text(needed - available)} too much"
+
+
+def _stored(plan: Plan) -> str:
+    """How the weights are stored, in the words of the options, or as the checkpoints bring them."""
+    options, target, body = plan.options, plan.pair.target, plan.pair.drafter.body
+    group = f" in groups of {options.group_size}{'' if options.symmetric else ' with zero points'}"
+
+    def asked(kind: str) -> str:
+        return kind + group if kind == "int4" else kind
+
+    def said(shape: ModelShape, kind: str) -> str:
+        own = ", ".join(shape.quantised_as)
+        return f"{own} as {shape.name} brings it" if own else asked(kind)
+
+    head = "" if target.head_form is not None else f", head {asked(options.storage.tables)}"
+    return f"{said(target, options.precision)}{head}, drafter {said(body, options.drafter_storage.matrices)}"
 
 
 def plan_facts(plan: Plan, proposals: list[Proposal]) -> dict[str, Any]:
@@ -85,6 +101,8 @@ def plan_facts(plan: Plan, proposals: list[Proposal]) -> dict[str, Any]:
             "available_from": plan.place.available_from,
         },
         "fits": plan.fits,
+        "obstacles": list(plan.obstacles),
+        "stored": _stored(plan),
         "times": {
             "basis": PREDICTION,
             "context_depth_tokens": plan.context_depth_tokens,

@@ -51,7 +51,11 @@ def find_pair(target: str, drafter: str | None) -> Pair:
     if reference is None:
         return _assume(shape, None, f"{entry.note}; " if entry and entry.note else "")
     config, name = read_config(reference, "drafter")
-    return Pair(shape, read_drafter_shape(config, shape, name), shape.notes)
+    return _pair(shape, read_drafter_shape(config, shape, name))
+
+
+def _pair(target: ModelShape, drafter: DrafterShape) -> Pair:
+    return Pair(target, drafter, (*target.notes, *drafter.body.notes))
 
 
 def read_config(reference: str, role: str) -> tuple[dict[str, Any], str]:
@@ -120,7 +124,7 @@ def _pair_of_bundle(path: Path, drafter: str | None) -> Pair:
     shape = model_shape_of_bundle(bundle)
     if drafter is not None:
         config, name = read_config(drafter, "drafter")
-        return Pair(shape, read_drafter_shape(config, shape, name), shape.notes)
+        return _pair(shape, read_drafter_shape(config, shape, name))
     if bundle.manifest.drafter is not None:
         return Pair(shape, drafter_shape_of_bundle(bundle, shape), shape.notes)
     return _assume(shape, len(bundle.manifest.taps.layer_ids), "the bundle has none; ")
