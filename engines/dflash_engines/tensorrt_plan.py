@@ -21,7 +21,7 @@ from dflash_engines.passes.signed_weights import SIGNED_FILE
 from dflash_engines.signed_weight_file import write_signed_weights
 from dflash_engines.tensorrt_build import BuildOrder
 from dflash_engines.tensorrt_network import Network, acceptance_network, candidates_network, make_network
-from dflash_engines.tensorrt_versions import VersionRow
+from dflash_engines.tensorrt_versions import VersionRow, cache_layouts
 from dflash_engines.timing_cache import TimingCache
 from dflash_runtime.bundle import Bundle, file_facts
 from dflash_runtime.device_engine import (
@@ -140,11 +140,7 @@ class EnginePlan:
         return call_profiles(kind, self.block_sizes, self.chunk, self._capacities())
 
     def _capacities(self) -> list[int]:
-        """Rows of cache a call may read: all in the fused form; in the primitive form short contexts read less."""
-        if self.row.form == "fused":
-            return [self.capacity_rows]
-        short = [rows for rows in (512, 2048, 8192) if 2 * rows <= self.capacity_rows]
-        return [*short, self.capacity_rows]
+        return cache_layouts(self.row.form, self.capacity_rows)
 
     def key(self, network: Network, profiles: Sequence[EngineProfile]) -> str:
         """Equal for two engines that are the same engine."""

@@ -68,6 +68,9 @@ VERSIONS = (
     VersionRow("tensorrt-rtx", (1, 7), (2, 0), "fused", 24, FUSED_OPERATORS),
 )
 
+_SHORT_LAYOUTS = (512, 2048, 8192)
+"""Rows of the primitive form's smaller caches, each with profiles of its own."""
+
 RTX_COMPUTE_CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1))
 """GPUs TensorRT-RTX 1.7 builds for: Turing, Ampere, Ada and Blackwell of workstations. No Hopper (9.0), no B200
 (10.0), no Orin (8.7), no Thor (11.0)."""
@@ -146,6 +149,12 @@ def row_for(flavour: str, version: str) -> VersionRow:
 def form_for(flavour: str, version: str) -> GraphForm:
     """Which form of the graphs this TensorRT takes; arguments and errors are those of `row_for`."""
     return row_for(flavour, version).form
+
+
+def cache_layouts(form: GraphForm, capacity_rows: int) -> list[int]:
+    """Rows of cache a call may read: all in the fused form; in the primitive form short contexts read less."""
+    short = [rows for rows in _SHORT_LAYOUTS if form == "primitive" and 2 * rows <= capacity_rows]
+    return [*short, capacity_rows]
 
 
 def lacks_kernels(flavour: str, version: str, compute_capability: tuple[int, int]) -> str | None:

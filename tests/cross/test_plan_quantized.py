@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from pairs import MAIN, quiet
-from tiny_models import edit_json, write_target
+from tiny_models import write_target
 
 from dflash_engines.acceptance_graph import ACCEPTANCE
 from dflash_engines.candidates_graph import CANDIDATES

@@ -59,7 +59,9 @@ def test_says_numbers_verdict_and_what_fits(invoke: Invoke, target: Path) -> Non
 
 
 def test_fits_says_what_is_left(invoke: Invoke, target: Path) -> None:
-    done = invoke("plan", "--target", target, "--device", "ORIN-NX-16GB", "--precision", "int4")
+    asked = ("--precision", "int4", "--quantize-drafter", "int4", "--group-size", 128)
+    done = invoke("plan", "--target", target, "--device", "ORIN-NX-16GB", *asked)
+    assert "stored   int4 in groups of 128, head bf16, drafter int4 in groups of 128;" in done.stdout
     assert "FITS: needs 13.2 GB, Jetson Orin NX 16GB has 16.4 GB; 3.2 GB to spare" in done.stdout
     assert "engines hold int4 weights, and are built by TensorRT 10.15" in done.stdout
     assert "fits with" not in done.stdout
@@ -67,7 +69,8 @@ def test_fits_says_what_is_left(invoke: Invoke, target: Path) -> None:
 
 def test_json_has_every_item(invoke: Invoke, target: Path) -> None:
     data = read_json(invoke, "--target", target, "--device", "orin-nano-8gb", "--block-size", 4, "--block-size", 16)
-    assert set(data) == {"target", "drafter", "device", "options", "memory", "fits", "times", "proposals", "notes"}
+    assert set(data) == {"target", "drafter", "device", "options", "stored", "memory", "fits", "obstacles", "times",
+                         "proposals", "notes"}  # fmt: skip
     memory = data["memory"]
     assert [item["name"] for item in memory["run"]] == [
         "target weights", "drafter weights", "target KV cache", "drafter KV cache", "activations and scratch",
@@ -109,8 +112,57 @@ def test_a_bundle_is_planned_from_its_manifest(invoke: Invoke, bundle: Path, pla
         fused = fuse.length_bytes // 4 if fuse in own else 0
         (item,) = [item for item in data["memory"]["run"] if item["name"] == f"{role} weights"]
         assert data[role]["num_parameters"] == elements
+        fused += manifest.drafter.hidden_size if fused else 0  # its norm too
         assert item["size_bytes"] == 2 * elements + 2 * fused
     assert read_json(invoke, "--target", plain_bundle, "--device", "rtx-4090")["drafter"]["assumed"] is True
+
+
+def test_weights_are_stored_as_a_build_is_told(invoke: Invoke, target: Path) -> None:
+    """Without options the drafter stays in floats and int4 has groups of 32, as with `build --quantize int4`."""
+    on = ("--target", target, "--device", "agx-orin-64gb")
+
+    def sizes(*options: object) -> tuple[int, int]:
+        items = {item["name"]: item["size_bytes"] for item in read_json(invoke, *on, *options)["memory"]["run"]}
+        return items["target weights"], items["drafter weights"]
+
+    floats, int4 = sizes(), sizes("--precision", "int4")
+    assert int4[1] == floats[1] and int4[0] < floats[0]
+    assert sizes("--precision", "int4", "--group-size", 128)[0] < int4[0]
+    assert sizes("--precision", "int4", "--asymmetric")[0] > int4[0]
+    for kind in ("int8", "int4"):
+        assert sizes("--quantize-drafter", kind) < floats and sizes("--quantize-drafter", kind)[0] == floats[0]
+    assert "--asymmetric is for int4" in refused(invoke, *on, "--asymmetric")
+    fp8 = read_json(invoke, "--target", target, "--device", "rtx-4090", "--precision", "fp8", "--quantize-head", "fp8")
+    assert fp8["fits"] and fp8["stored"] == "fp8, head fp8, drafter bf16"
+    done = invoke("plan", *on, "--precision", "fp8")
+    assert "CANNOT BE BUILT: TensorRT takes fp8 from SM 89 on, and this is SM 87" in done.stdout
+
+
+def test_a_quantised_checkpoint_is_counted_as_it_is(invoke: Invoke, tmp_path: Path) -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    target = write_config(tmp_path / "q", {**QWEN2_7B, "torch_dtype": "float16", "quantization_config": awq})
+    config = drafter_config(read_model_shape(QWEN2_7B, "q"), quantization_config={**awq, "zero_point": False})
+    drafter = write_config(tmp_path / "d", config)
+    on = ("--target", target, "--drafter", drafter, "--device", "agx-orin-64gb")
+    data = read_json(invoke, *on)
+    assert data["stored"] == (
+        "int4 in groups of 128 with zero points as q brings it, head fp16, drafter int4 in groups of 128 as d brings it"
+    )
+    assert data["target"]["num_parameters"] == 7_615_616_512
+    assert "q is quantised already and is not rounded again to int8" in refused(invoke, *on, "--precision", "int8")
+    assert "d is quantised already" in refused(invoke, *on, "--quantize-drafter", "int8")
+    small = read_json(invoke, *on[:4], "--device", "orin-nano-8gb")
+    assert not any("--precision" in one["arguments"] for one in small["proposals"])
+    int8 = {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True}
+    grouped = write_config(tmp_path / "g", {**QWEN2_7B, "quantization_config": int8})
+    (reason,) = read_json(invoke, "--target", grouped, "--device", "rtx-4090")["obstacles"]
+    assert "int8 with one scale an output" in reason
+
+
+def test_a_tensorrt_that_no_graph_was_written_for_is_refused(invoke: Invoke, target: Path) -> None:
+    assert "10.3" in refused(invoke, "--target", target, "--device", "orin-nx-16gb", "--tensorrt", "8.6")
+    done = invoke("plan", "--target", target, "--device", "orin-nx-16gb", "--tensorrt", "10.3")
+    assert "in primitive operators for TensorRT 10.3; a call reads 512, 2048, 4224 rows of cache" in done.stdout
 
 
 def test_a_catalog_name_fetches_config_json_alone(

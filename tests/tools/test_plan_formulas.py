@@ -13,9 +13,10 @@ from dflash_tools.decoder_families import read_model_shape
 from dflash_tools.device_table import DEVICES, find_device
 from dflash_tools.drafter_shape import assumed_drafter, default_block_sizes, read_drafter_shape
 from dflash_tools.model_shape import Matrix, WeightForm
+from dflash_tools.plan_options import PlanOptions
 from dflash_tools.plan_proposals import propose
 from dflash_tools.plan_sources import Pair
-from dflash_tools.resource_plan import Plan, PlanOptions, make_plan, place_on
+from dflash_tools.resource_plan import Plan, make_plan, place_on
 from dflash_tools.weight_bytes import Storage, model_bytes
 
 QWEN3_8B = {
@@ -120,7 +121,8 @@ def test_a_tied_table_is_counted_once_and_the_drafter_brings_none() -> None:
 def test_the_default_drafter_takes_its_memory() -> None:
     sizes = sizes_of(plan_of(QWEN2_7B))
     drafter = assumed_drafter(read_model_shape(QWEN2_7B, "q"))
-    assert sizes["drafter weights"] == 2 * drafter.num_parameters + 2 * drafter.fuse.elements  # engines fuse in fp32
+    in_fp32 = drafter.fuse.elements + 3584  # engines fuse in fp32, and norm what is fused
+    assert sizes["drafter weights"] == 2 * drafter.num_parameters + 2 * in_fp32
     assert round(2 * drafter.num_parameters / 1e9, 1) == 2.5
     assert sizes["target KV cache"] == 28 * 2 * 4 * 128 * 2 * (4096 + 128)
     assert sizes["drafter KV cache"] == 5 * 2 * 4 * 128 * 2 * (4096 + 128)
@@ -244,6 +246,37 @@ def test_what_is_proposed_fits(device: str, context: int) -> None:
         )
         assert again.fits
         assert again.needed_bytes == proposal.needed_bytes <= proposal.available_bytes
+
+
+def test_the_primitive_form_takes_its_own_bytes() -> None:
+    """What TensorRT before 10.15 is given: profiles for each layout of the caches, rows handed back, layouts read."""
+    fused, old = (
+        make_plan(pair_of(QWEN2_7B), place_on(find_device("orin-nx-16gb")),
+                  PlanOptions("int8", "keep", 4096, (4, 8, 16), "int8", tensorrt=version))
+        for version in ("10.16", "10.3")
+    )  # fmt: skip
+    assert (fused.options.layouts, old.options.layouts) == ([4224], [512, 2048, 4224])
+    sizes, known = sizes_of(old), sizes_of(fused)
+    assert sizes["engines"] == 3 * known["engines"]
+    handed_back = (28 + 5) * 2 * 4 * 128 * 2 * 128
+    assert sizes["rows a call hands back"] == handed_back and sizes.keys() - known.keys() == {"rows a call hands back"}
+    assert old.build_bytes > fused.build_bytes and old.plain_ms > fused.plain_ms
+    assert formulas.rows_read(400, 16, 128, [512, 2048, 4224]) == 512  # a window is cut by a mask there
+    assert formulas.rows_read(2048, 1, None, [512, 2048, 4224]) == formulas.rows_read(9000, 1, None, [4224]) == 4224
+    assert formulas.rows_read(400, 16, 128, ()) == 144 and formulas.rows_read(400, 16, None, ()) == 416
+
+
+def test_what_an_older_tensorrt_lacks_is_an_obstacle() -> None:
+    def obstacles(device: str, precision: str, version: str) -> tuple[str, ...]:
+        options = PlanOptions(precision, "keep", 4096, (4,), tensorrt=version)
+        return make_plan(pair_of(QWEN2_7B), place_on(find_device(device)), options).obstacles
+
+    assert obstacles("agx-orin-64gb", "int4", "10.3") == (
+        "TensorRT 10.3 takes no int4; 10.15 (JetPack 7.2) and later do",
+    )
+    assert obstacles("agx-orin-64gb", "int4", "10.16") == obstacles("agx-orin-64gb", "int8", "10.3") == ()
+    (reason,) = obstacles("agx-thor-128gb", "int8", "10.3")
+    assert "no kernels for compute capability 11.0; 10.13 is the first" in reason
 
 
 def test_the_proposed_context_is_the_largest_that_fits() -> None:

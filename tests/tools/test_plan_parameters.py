@@ -165,8 +165,8 @@ def test_an_unknown_family_is_refused_by_name(model_type: str) -> None:
 
 
 def test_what_cannot_be_counted_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"quantised \(awq\)"):
-        read_model_shape({**QWEN2_7B, "quantization_config": {"quant_method": "awq"}}, "x")
+    with pytest.raises(CheckpointError, match=r"quantised \(fp8\)"):
+        read_model_shape({**QWEN2_7B, "quantization_config": {"quant_method": "fp8"}}, "x")
     with pytest.raises(CheckpointError, match="hidden_size is 'wide'"):
         read_model_shape({**QWEN2_7B, "hidden_size": "wide"}, "x")
 

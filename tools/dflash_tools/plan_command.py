@@ -8,10 +8,11 @@ import click
 
 from dflash_tools.device_table import find_device
 from dflash_tools.error_lines import DFlashCommand
+from dflash_tools.plan_options import NEWEST_TENSORRT, settle_options
 from dflash_tools.plan_proposals import propose
 from dflash_tools.plan_report import plan_facts, plan_lines
 from dflash_tools.plan_sources import find_pair
-from dflash_tools.resource_plan import Place, make_plan, place_on, settle_options
+from dflash_tools.resource_plan import Place, make_plan, place_on
 from dflash_tools.this_device import find_this_device
 
 
@@ -57,6 +58,10 @@ from dflash_tools.this_device import find_this_device
     metavar="N",
     help="Block size, anchor included; repeatable. [default: the drafter's own and smaller ones]",
 )
+@click.option(
+    "--tensorrt", default=NEWEST_TENSORRT, show_default=True, metavar="VERSION",
+    help="Which the device has: before 10.15 attention is in primitive operators, as 10.3 of JetPack 6.2.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     target: str,
@@ -69,6 +74,7 @@ def command(
     asymmetric: bool,
     max_context: int | None,
     block_sizes: tuple[int, ...],
+    tensorrt: str,
     as_json: bool,
 ) -> None:
     """Says from config files alone what TARGET and DRAFTER take on a device, and whether that fits.
@@ -80,8 +86,9 @@ def command(
     place = _place(device)
     pair = find_pair(target, drafter)
     options = settle_options(
-        pair, precision, table_precision, max_context, block_sizes, drafter_precision, int(group_size), not asymmetric
-    )
+        pair, precision, table_precision, max_context, block_sizes, drafter_precision, int(group_size),
+        not asymmetric, tensorrt,
+    )  # fmt: skip
     plan = make_plan(pair, place, options)
     proposals = propose(plan)
     if as_json:

@@ -103,16 +103,19 @@ def num_profiles(block_sizes: Sequence[int]) -> tuple[int, int]:
     return 2 + len(block_sizes), 2 * len(block_sizes) + 1
 
 
-def engine_bytes(target: ModelShape, drafter: DrafterShape, block_sizes: Sequence[int]) -> int:
-    """Engines that take their weights as inputs."""
+def engine_bytes(
+    target: ModelShape, drafter: DrafterShape, block_sizes: Sequence[int], num_layouts: int = 1
+) -> int:
+    """Engines that take their weights as inputs; in the primitive form each profile comes once for every layout."""
     _, other = num_profiles(block_sizes)
-    own = drafter.body.num_layers * other * ENGINE_BYTES_PER_LAYER_AND_PROFILE
-    return target_engine_bytes(target, block_sizes) + own
+    own = drafter.body.num_layers * other * num_layouts * ENGINE_BYTES_PER_LAYER_AND_PROFILE
+    return target_engine_bytes(target, block_sizes, num_layouts) + own
 
 
-def target_engine_bytes(target: ModelShape, block_sizes: Sequence[int]) -> int:
+def target_engine_bytes(target: ModelShape, block_sizes: Sequence[int], num_layouts: int = 1) -> int:
     """The target's engine alone."""
-    return target.num_layers * num_profiles(block_sizes)[0] * ENGINE_BYTES_PER_LAYER_AND_PROFILE
+    profiles = num_profiles(block_sizes)[0] * num_layouts
+    return target.num_layers * profiles * ENGINE_BYTES_PER_LAYER_AND_PROFILE
 
 
 def ort_engine_bytes(target: ModelShape, drafter: DrafterShape | None) -> int:
@@ -122,7 +125,8 @@ def ort_engine_bytes(target: ModelShape, drafter: DrafterShape | None) -> int:
 
 
 def host_builder_bytes(
-    target: ModelShape, drafter: DrafterShape, storage: Storage, drafter_storage: Storage, block_sizes: Sequence[int]
+    target: ModelShape, drafter: DrafterShape, storage: Storage, drafter_storage: Storage, block_sizes: Sequence[int],
+    num_layouts: int = 1,
 ) -> int:
     """Peak of the process that builds the largest engine, which it holds several times where weights are in it."""
     from dflash_engines.builder_memory import builder_peak_bytes
@@ -131,8 +135,10 @@ def host_builder_bytes(
     own = held_target_bytes(target, storage)
     once, again = held_bytes(target, drafter, storage, drafter_storage)
     return max(
-        builder_peak_bytes(target.num_layers, profiles, int4_weight_bytes=own),
-        builder_peak_bytes(drafter.body.num_layers, len(block_sizes), int4_weight_bytes=once - own + again),
+        builder_peak_bytes(target.num_layers, profiles * num_layouts, int4_weight_bytes=own),
+        builder_peak_bytes(
+            drafter.body.num_layers, len(block_sizes) * num_layouts, int4_weight_bytes=once - own + again
+        ),
     )
 
 
@@ -165,35 +171,48 @@ def head_s(device: Device, target: ModelShape, storage: Storage, rows: int) -> f
     return roofline_s(device, head_bytes(target, storage) + rows * target.vocab_size * 4, 2 * elements * rows)
 
 
-def attention_s(device: Device, shape: ModelShape, item_bytes: int, rows: int, depth_tokens: int) -> float:
-    """Attention of `rows` queries over a cache of `depth_tokens`, all layers; windows are read alone."""
+def rows_read(depth_tokens: int, rows: int, window_tokens: int | None, layouts: Sequence[int]) -> int:
+    """Rows of a cache that a call reads: the valid ones, of a window its own, in the primitive form a whole layout."""
+    if layouts:
+        return next((size for size in layouts if size >= depth_tokens + rows), layouts[-1])
+    return min(depth_tokens, window_tokens or depth_tokens) + rows
+
+
+def attention_s(
+    device: Device, shape: ModelShape, item_bytes: int, rows: int, depth_tokens: int, layouts: Sequence[int] = ()
+) -> float:
+    """Attention of `rows` queries over a cache of `depth_tokens`, all layers; see `rows_read`."""
     total = 0.0
     for layer in shape.kv_layers:
-        seen = min(depth_tokens, layer.window_tokens or depth_tokens) + rows
+        seen = rows_read(depth_tokens, rows, layer.window_tokens, layouts)
         operations = 4 * rows * seen * shape.num_heads * shape.head_dim
         total += roofline_s(device, seen * layer.row_elements * item_bytes, operations)
     return total
 
 
-def body_s(device: Device, shape: ModelShape, storage: Storage, rows: int, depth_tokens: int) -> float:
+def body_s(
+    device: Device, shape: ModelShape, storage: Storage, rows: int, depth_tokens: int, layouts: Sequence[int] = ()
+) -> float:
     """All decoder layers of a pass of `rows` rows, launches included."""
     stored = sum(matrix_bytes(matrix, storage) for matrix in shape.matrices)
     linear = roofline_s(device, stored + shape.vector_elements * storage.item_bytes, 2 * shape.matrix_elements * rows)
-    attention = attention_s(device, shape, storage.item_bytes, rows, depth_tokens)
+    attention = attention_s(device, shape, storage.item_bytes, rows, depth_tokens, layouts)
     return linear + attention + overhead_s(device, shape.num_layers)
 
 
-def verify_s(device: Device, target: ModelShape, storage: Storage, rows: int, depth_tokens: int) -> float:
+def verify_s(
+    device: Device, target: ModelShape, storage: Storage, rows: int, depth_tokens: int, layouts: Sequence[int] = ()
+) -> float:
     """One pass of the target with logits of every row; `rows` is 1 for a plain step, b for a block."""
-    return body_s(device, target, storage, rows, depth_tokens) + head_s(device, target, storage, rows)
+    return body_s(device, target, storage, rows, depth_tokens, layouts) + head_s(device, target, storage, rows)
 
 
 def draft_s(
     device: Device, target: ModelShape, drafter: DrafterShape, storage: Storage, drafter_storage: Storage,
-    block_size: int, depth_tokens: int,
+    block_size: int, depth_tokens: int, layouts: Sequence[int] = (),
 ) -> float:
     """One pass of the drafter: all b rows through its layers, b - 1 through the target's head."""
-    body = body_s(device, drafter.body, drafter_storage, block_size, depth_tokens)
+    body = body_s(device, drafter.body, drafter_storage, block_size, depth_tokens, layouts)
     return body + head_s(device, target, storage, block_size - 1)
 
 

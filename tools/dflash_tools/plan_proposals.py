@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from dflash_tools.device_table import DEVICES
-from dflash_tools.resource_plan import KEEP, Plan, PlanOptions, make_plan, place_on
+from dflash_tools.plan_options import KEEP, PlanOptions
+from dflash_tools.resource_plan import Plan, make_plan, place_on
 
 LEAST_CONTEXT_TOKENS = 512
 CONTEXT_STEP_TOKENS = 256

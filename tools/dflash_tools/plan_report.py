@@ -31,6 +31,9 @@ def plan_lines(plan: Plan, proposals: list[Proposal]) -> Iterator[str]:
         f"stored   {_stored(plan)}; "
         f"context {options.max_context_tokens} tokens, block sizes {', '.join(map(str, options.block_sizes))}"
     )
+    if options.form == "primitive":
+        layouts = ", ".join(map(str, options.layouts))
+        yield f"engines  in primitive operators for TensorRT {options.tensorrt}; a call reads {layouts} rows of cache"
     for note in plan.pair.notes:
         yield f"note     {note}"
     yield "\nmemory while running"
