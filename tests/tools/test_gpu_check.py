@@ -198,6 +198,15 @@ def test_the_plan_has_times_for_the_shape_that_is_measured() -> None:
     assert 0 < told["plain_ms"] < told["cycle_4_ms"] <= told["cycle_16_ms"]
 
 
+def test_what_was_measured_is_held_against_the_plan() -> None:
+    cycles = [{"block_size": 4, "cycle_ms": 30.0, "device_cycle_ms": 20.0}, {"block_size": 3, "cycle_ms": 9.0},
+              {"block_size": 4, "cycle_ms": 99.0, "device_cycle_ms": 99.0},
+              {"block_size": 8, "cycle_ms": 12.0, "device_cycle_ms": None}]  # fmt: skip
+    predicted = {"device": "h200", "plain_ms": 5.0, "cycle_4_ms": 8.0, "cycle_8_ms": 10.0}
+    found = gpu_check_speed.over_prediction({"plain_ms": 6.0, "cycles": cycles}, predicted)
+    assert found == {"plain": 1.2, "block 4": 2.5, "block 8": 1.2}
+
+
 def test_the_pytorch_stage_measures_passes() -> None:
     import torch
 

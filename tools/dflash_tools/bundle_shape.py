@@ -93,7 +93,7 @@ def _matrices(bundle: Bundle, own: Mapping[str, WeightEntry]) -> tuple[Matrix, .
     return tuple(
         Matrix(
             entry.shape[-2], entry.shape[-1], math.prod(entry.shape[:-2]),
-            modules=(name.removesuffix(".weight"),), form=stored_form(bundle.manifest, name),
+            modules=(name.removesuffix(".weight").removeprefix(_DRAFTER),), form=stored_form(bundle.manifest, name),
         )
         for name, entry in own.items() if len(entry.shape) > 1
     )  # fmt: skip

@@ -3,6 +3,7 @@
     python -m dflash_tools.engine_memory
     python -m dflash_tools.engine_memory --block-size 16 --max-context 2048 --compute-capability 8.6
 
+Memory, size and time are held against what two CPU cores are to manage; exit code 1 where one is more.
 The graphs are traced from the shape alone and the weights are never read, so neither a checkpoint nor 15 GB of disk
 is needed. The peak is that of the building process; the trace before it is not counted.
 """
@@ -10,18 +11,27 @@ is needed. The peak is that of the building process; the trace before it is not 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dflash_runtime.bundle import Bundle
-from dflash_tools.error_lines import DFlashCommand, needs_extra
+from dflash_tools.error_lines import EXIT_REFUSED, DFlashCommand, needs_extra
 from dflash_tools.progress import ProgressLine
 from dflash_tools.sizes import bytes_text
 from dflash_tools.tensorrt_report import report_json, report_lines
+
+if TYPE_CHECKING:
+    from dflash_engines.tensorrt_engines import BuiltEngines
+
+MOST_BUILDER_BYTES, MOST_ENGINE_BYTES, MOST_BUILD_S = 1_000_000_000, 100_000_000, 180.0
+MOST_WEIGHTS_OVER_STORED = 1.02
+"""Device memory of the weights by that of the bundle's: each is there once, the fusing matrix in fp32."""
 
 # Qwen/Qwen2-7B-Instruct's config.json
 QWEN2_7B: dict[str, Any] = {
@@ -84,13 +94,34 @@ def main(block_sizes: tuple[int, ...], prefill_chunk: int, max_context: int, pre
         options = EngineOptions(
             "tensorrt-rtx", compute_capability, block_sizes, prefill_chunk, precision=precision, use_cache=False
         )
-        built = build_engines(Bundle.open(root, check_files=False), options, progress)
+        bundle = Bundle.open(root, check_files=False)
+        built = build_engines(bundle, options, progress)
+    stored = sum(entry.length_bytes for entry in bundle.manifest.weights.values())
+    limits = list(held_against_limits(built, stored))
     if as_json:
-        click.echo(json.dumps({"trace_s": round(trace_s, 1), **report_json(built)}))
-        return
-    click.echo(f"traced in {trace_s:.0f} s; weights of the shape {bytes_text(built.weight_bytes)}")
-    for line in report_lines(built):
-        click.echo(line)
+        facts = [{"name": name, "within": within} for name, _, within in limits]
+        click.echo(json.dumps({"trace_s": round(trace_s, 1), **report_json(built), "limits": facts}))
+    else:
+        click.echo(f"traced in {trace_s:.0f} s; weights of the shape {bytes_text(built.weight_bytes)}")
+        for line in report_lines(built):
+            click.echo(line)
+        for name, words, within in limits:
+            click.echo(f"  {name:<14} {words}{'' if within else ': TOO MUCH'}")
+    if not all(within for _, _, within in limits):
+        sys.exit(EXIT_REFUSED)
+
+
+def held_against_limits(built: BuiltEngines, stored_bytes: int) -> Iterator[tuple[str, str, bool]]:
+    """What was measured and what it may be: name, words, whether it is within."""
+    ratio = built.weight_bytes / stored_bytes
+    for name, found, most in (
+        ("builder peak", built.build_peak_bytes, MOST_BUILDER_BYTES),
+        ("all engines", built.engine_bytes, MOST_ENGINE_BYTES),
+    ):
+        yield name, f"{bytes_text(found)} of at most {bytes_text(most)}", found <= most
+    yield "build time", f"{built.seconds:.0f} s of at most {MOST_BUILD_S:.0f} s", built.seconds <= MOST_BUILD_S
+    words = f"{ratio:.3f} times what the bundle stores, at most {MOST_WEIGHTS_OVER_STORED}"
+    yield "weights once", words, ratio <= MOST_WEIGHTS_OVER_STORED
 
 
 if __name__ == "__main__":

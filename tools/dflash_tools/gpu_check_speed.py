@@ -76,6 +76,7 @@ def _time_large(data: dict[str, Any], *, cuda_graph: bool, block_sizes: tuple[in
     }  # fmt: skip
     data["roofline"] = roofline()
     time_pair(data, backend, bundle.manifest.target.vocab_size, block_sizes)
+    data["measured_over_predicted"] = over_prediction(data, data["roofline"])
     backend.close()
 
 
@@ -166,6 +167,17 @@ def roofline() -> dict[str, Any]:
                  plan.append_s(device, drafter, storage, size))  # fmt: skip
         told[f"cycle_{size}_ms"] = round(sum(parts) * 1000, 3)
     return told
+
+
+def over_prediction(data: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str, float]:
+    """Measured time by predicted time, of plain steps and of each block size the plan has."""
+    found = {"plain": round(data["plain_ms"] / predicted["plain_ms"], 3)}
+    for row in data["cycles"]:
+        wanted = predicted.get(f"cycle_{row['block_size']}_ms")
+        if wanted is not None:
+            measured = row["device_cycle_ms"] or row["cycle_ms"]
+            found.setdefault(f"block {row['block_size']}", round(measured / wanted, 3))
+    return found
 
 
 def pytorch(data: dict[str, Any]) -> None:

@@ -154,6 +154,8 @@ def compare_engines(
     bundle: Bundle, shape: ModelShape, drafter: DrafterShape | None, record: DeviceEngineRecord
 ) -> Iterator[Comparison]:
     """The same for engines of a GPU: what they are given and what they hold is told, the sum is judged."""
+    from dflash_engines.tensorrt_versions import cache_layouts
+
     manifest = bundle.manifest
     storage, drafter_storage = stored_as(manifest, "target"), stored_as(manifest, "drafter")
     item_bytes = ITEM_BYTES[record.execution_precision]
@@ -165,7 +167,8 @@ def compare_engines(
     held, held_again = held_bytes(shape, drafter, storage, drafter_storage)
     real_kv = sum(math.prod(state.cache_shape(record.capacity_rows)) for state in states) * item_bytes
     real_engines = sum(facts.size_bytes for facts in record.files.values())
-    engines = engine_bytes(shape, drafter, record.block_sizes) + held + held_again
+    layouts = len(cache_layouts("primitive" if record.form == "primitive" else "fused", record.capacity_rows))
+    engines = engine_bytes(shape, drafter, record.block_sizes, layouts) + held + held_again
     given = given_bytes(shape, drafter, storage, drafter_storage)
     bound = [weight for engine in record.engines for weight in engine.weights]
     rows = [
@@ -183,11 +186,13 @@ def bound_bytes(manifest: Manifest, bound: Iterable[BoundWeight]) -> int:
     return sum(math.prod(manifest.weights[name].shape) * BOUND_ITEM_BYTES[dtype] for name, dtype in wanted)
 
 
-def engine_bytes(shape: ModelShape, drafter: DrafterShape | None, block_sizes: Sequence[int]) -> int:
+def engine_bytes(
+    shape: ModelShape, drafter: DrafterShape | None, block_sizes: Sequence[int], num_layouts: int
+) -> int:
     """Engines of a target with its drafter, or alone."""
     if drafter is None:
-        return formulas.target_engine_bytes(shape, block_sizes)
-    return formulas.engine_bytes(shape, drafter, block_sizes)
+        return formulas.target_engine_bytes(shape, block_sizes, num_layouts)
+    return formulas.engine_bytes(shape, drafter, block_sizes, num_layouts)
 
 
 def stored_as(manifest: Manifest, role: str) -> Storage:
