@@ -20,6 +20,9 @@ def find_obstacles(pair: Pair, device: Device, options: PlanOptions) -> tuple[st
     if options.form == "primitive" and any(form.kind == "int4" for _, form in weights):
         found.append(f"TensorRT {options.tensorrt} takes no int4; 10.15 (JetPack 7.2) and later do")
     found += [_obstacle(matrix, form, device) for matrix, form in weights]
+    fuse = pair.drafter.fuse.form
+    if fuse is not None and not fuse.symmetric:
+        found.append("the drafter's fusing matrix has zero points and is used in fp32, for which TensorRT has no form")
     if not target.head_elements:
         kind = (target.head_form or WeightForm(options.table_precision)).kind
         if kind in ("int4", "fp8"):
