@@ -73,16 +73,12 @@ def test_weights_caches_and_engines_of_a_gpu(
     bundle = Path(shutil.copytree(exported(MAIN), tmp_path / "bundle"))
     opened = Bundle.open(bundle)
     folder = write_recorded_engines(opened, "fused", opened.manifest.block_sizes, 32)
-    per_profile = plan_formulas.ENGINE_BYTES_PER_LAYER_AND_PROFILE
     items = {item["name"]: item for item in json.loads(compare(bundle, "--engines", folder, "--json").stdout)["items"]}
     assert set(items) == {"weights given to engines", "KV caches", "engine files, what they hold included", "sum"}
     assert items["KV caches"]["difference"] == items["weights given to engines"]["difference"] == 0
     # Engines of toys are small for their layers: at their own size all fits, and a cache that is forgotten shows.
     engines = items["engine files, what they hold included"]
-    monkeypatch.setattr(
-        plan_formulas, "ENGINE_BYTES_PER_LAYER_AND_PROFILE",
-        per_profile * engines["real_bytes"] / engines["planned_bytes"],
-    )  # fmt: skip
+    monkeypatch.setattr(plan_formulas, "engine_bytes", lambda *sizes: engines["real_bytes"])
     if forgotten:
         monkeypatch.setattr(plan_formulas, "kv_bytes", lambda shape, capacity, item: 1)
     done = compare(bundle, "--engines", folder)

@@ -30,7 +30,8 @@ from dflash_tools.cli import main
 from dflash_tools.model_shape import DrafterShape, ModelShape
 from dflash_tools.plan_against_measured import bound_bytes, plan_shapes, stored_as
 
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "tie_word_embeddings": False}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "tie_word_embeddings": False,
+        "num_hidden_layers": 2}  # fmt: skip
 CHECKPOINTS = Path(__file__).parent / "quantised_checkpoints"
 ROUNDED = [
     # layers, head, drafter, precision, symmetric, group size
@@ -56,7 +57,7 @@ def _export(folder: Path, options: BuildOptions) -> Bundle:
 
 
 def _rounded(folder: Path, words: str, precision: str, symmetric: bool, group_size: int) -> Bundle:
-    pair = dataclasses.replace(MAIN, precision=precision, target=WIDE, drafter={})
+    pair = dataclasses.replace(MAIN, precision=precision, target=WIDE, drafter={"taps": (0,), "layers": 1})
     pair.write(folder)
     layers, head, drafter = words.split()
     quantize = quantize_options(layers, head, drafter, group_size, symmetric=symmetric)

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -11,11 +12,25 @@ from tiny_bundle import Sizes, write_bundle
 
 from dflash_runtime.errors import CheckpointError, OutputError, PromptError
 from dflash_tools import compare_runs, gguf_checkpoint, greedy_identity, proposal_kinds, smollm2
+from dflash_tools.engine_memory import held_against_limits
 from dflash_tools.export_memory import QWEN2_1_5B, qwen2_shapes
 from dflash_tools.human_eval_prompts import human_eval_prompts
 from dflash_tools.peak_memory import own_peak_bytes, run_and_watch
 from dflash_tools.random_drafter import write_random_drafter
 from dflash_tools.random_weights import write_random_safetensors
+
+
+@pytest.mark.parametrize(("change", "failing"), [
+    ({}, []),
+    ({"build_peak_bytes": 1_000_000_001}, ["builder peak"]),
+    ({"engine_bytes": 100_000_001}, ["all engines"]),
+    ({"seconds": 181.0}, ["build time"]),
+    ({"weight_bytes": 1_030}, ["weights once"]),
+])  # fmt: skip
+def test_engines_are_held_against_their_limits(change: dict[str, float], failing: list[str]) -> None:
+    facts = {"build_peak_bytes": 1_000_000_000, "engine_bytes": 100_000_000, "seconds": 180.0, "weight_bytes": 1_020}
+    rows = list(held_against_limits(SimpleNamespace(**{**facts, **change}), stored_bytes=1_000))  # type: ignore[arg-type]
+    assert len(rows) == 4 and [name for name, _, within in rows if not within] == failing
 
 
 def test_the_large_shape_is_that_of_1_5_billion() -> None:

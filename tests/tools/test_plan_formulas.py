@@ -128,6 +128,22 @@ def test_the_default_drafter_takes_its_memory() -> None:
     assert sizes["drafter KV cache"] == 5 * 2 * 4 * 128 * 2 * (4096 + 128)
 
 
+def test_engines_take_what_was_built() -> None:
+    """TensorRT-RTX 1.7.1 at Qwen2-7B's width, blocks 4, 8 and 16: bytes of the files of target, drafter and context."""
+    built = {(28, 5): 96.7e6, (2, 2): 13_025_148 + 3_674_532 + 8_985_900 + 1_692_820 + 3_218_308,
+             (6, 2): 22_162_892 + 3_674_532 + 8_985_900 + 1_692_820 + 3_218_308}  # fmt: skip
+    primitive = 45_828_868 + 10_571_780 + 29_412_012 + 1_692_820 + 3_218_308  # of (2, 2), three layouts
+    for (layers, own), size in built.items():
+        target = read_model_shape({**QWEN2_7B, "num_hidden_layers": layers}, "t")
+        drafter = read_drafter_shape(drafter_config(target, num_hidden_layers=own, dflash_config={
+            "target_layer_ids": [0, 1], "mask_token_id": 1}), target, "d")  # fmt: skip
+        assert formulas.engine_bytes(target, drafter, (4, 8, 16)) == pytest.approx(size, rel=0.01)
+        if layers == 2:
+            layouts = (512, 2048, 4096)
+            assert formulas.engine_bytes(target, drafter, (4, 8, 16), layouts) == pytest.approx(primitive, rel=0.03)
+    assert formulas.engine_bytes(target, None, (4, 8)) < formulas.engine_bytes(target, drafter, (4,))
+
+
 def test_capacity_holds_the_largest_call_at_the_end_of_the_context() -> None:
     assert formulas.capacity_tokens(100, [4, 16], 128) == 228
     assert formulas.capacity_tokens(100, [4, 160], 128) == 260
@@ -255,9 +271,9 @@ def test_the_primitive_form_takes_its_own_bytes() -> None:
                   PlanOptions("int8", "keep", 4096, (4, 8, 16), "int8", tensorrt=version))
         for version in ("10.16", "10.3")
     )  # fmt: skip
-    assert (fused.options.layouts, old.options.layouts) == ([4224], [512, 2048, 4224])
+    assert (fused.options.layouts, old.options.layouts) == ([], [512, 2048, 4224])
     sizes, known = sizes_of(old), sizes_of(fused)
-    assert sizes["engines"] == 3 * known["engines"]
+    assert 3 * known["engines"] < sizes["engines"] < 5 * known["engines"]
     handed_back = (28 + 5) * 2 * 4 * 128 * 2 * 128
     assert sizes["rows a call hands back"] == handed_back and sizes.keys() - known.keys() == {"rows a call hands back"}
     assert old.build_bytes > fused.build_bytes and old.plain_ms > fused.plain_ms

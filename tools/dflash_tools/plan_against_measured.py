@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +167,8 @@ def compare_engines(
     held, held_again = held_bytes(shape, drafter, storage, drafter_storage)
     real_kv = sum(math.prod(state.cache_shape(record.capacity_rows)) for state in states) * item_bytes
     real_engines = sum(facts.size_bytes for facts in record.files.values())
-    layouts = len(cache_layouts("primitive" if record.form == "primitive" else "fused", record.capacity_rows))
-    engines = engine_bytes(shape, drafter, record.block_sizes, layouts) + held + held_again
+    layouts = [] if record.form == "fused" else cache_layouts("primitive", record.capacity_rows)
+    engines = formulas.engine_bytes(shape, drafter, record.block_sizes, layouts) + held + held_again
     given = given_bytes(shape, drafter, storage, drafter_storage)
     bound = [weight for engine in record.engines for weight in engine.weights]
     rows = [
@@ -184,15 +184,6 @@ def bound_bytes(manifest: Manifest, bound: Iterable[BoundWeight]) -> int:
     """Device memory of the weights that engines take as inputs, each once for every dtype."""
     wanted = {(weight.weight, weight.dtype) for weight in bound}
     return sum(math.prod(manifest.weights[name].shape) * BOUND_ITEM_BYTES[dtype] for name, dtype in wanted)
-
-
-def engine_bytes(
-    shape: ModelShape, drafter: DrafterShape | None, block_sizes: Sequence[int], num_layouts: int
-) -> int:
-    """Engines of a target with its drafter, or alone."""
-    if drafter is None:
-        return formulas.target_engine_bytes(shape, block_sizes, num_layouts)
-    return formulas.engine_bytes(shape, drafter, block_sizes, num_layouts)
 
 
 def stored_as(manifest: Manifest, role: str) -> Storage:

@@ -31,9 +31,14 @@ from dflash_tools.weight_bytes import (
 PREFILL_CHUNK_TOKENS = 128
 """What a session takes unless told otherwise."""
 
-ENGINE_BYTES_PER_LAYER_AND_PROFILE = 520_000
-"""TensorRT-RTX 1.7.1, 28 layers of Qwen2-7B's shape, weights as inputs: 72.5 MB for five profiles. With a drafter of
-five layers the formula gives 91 MB and `python -m dflash_tools.engine_memory` builds 92 MB."""
+ENGINE_BYTES_PER_LAYER = {"fused": 457_000, "primitive": 650_000}
+"""Of a profile, weights as inputs, for target and drafter. TensorRT-RTX 1.7.1, Qwen2-7B's width, 2, 5, 6 and 28 layers,
+without a GPU (`python -m dflash_tools.engine_memory`: 96.7 MB for all, the formula gives 96.6); primitive: 2 layers."""
+CONTEXT_BYTES_PER_LAYER = 162_000
+"""The same for a drafter's context."""
+ENGINE_BYTES_PER_PROFILE = {"target": 1_690_000, "drafter": 2_080_000, "context": 411_000, "acceptance": 423_000,
+                            "candidates": 805_000}  # fmt: skip
+"""What a profile takes whatever the layers: head, embedding, choice of tokens."""
 ORT_BYTES_PER_TARGET_LAYER = 5_000
 ORT_BYTES_PER_DRAFTER_LAYER = 12_800
 """Graphs for ort-cpu without weights, drafter and context together: 151 kB for SmolLM2's 30 layers, 38 kB for 3."""
@@ -98,24 +103,24 @@ def scratch_bytes(
     return rows * widths * item + scores + logits + taps + dequantised + WORKSPACE_BYTES
 
 
-def num_profiles(block_sizes: Sequence[int]) -> tuple[int, int]:
-    """Static profiles of the target (plain, prefill, each block size), and of drafter and context together."""
-    return 2 + len(block_sizes), 2 * len(block_sizes) + 1
-
-
 def engine_bytes(
-    target: ModelShape, drafter: DrafterShape, block_sizes: Sequence[int], num_layouts: int = 1
+    target: ModelShape, drafter: DrafterShape | None, block_sizes: Sequence[int], layouts: Sequence[int] = ()
 ) -> int:
-    """Engines that take their weights as inputs; in the primitive form each profile comes once for every layout."""
-    _, other = num_profiles(block_sizes)
-    own = drafter.body.num_layers * other * num_layouts * ENGINE_BYTES_PER_LAYER_AND_PROFILE
-    return target_engine_bytes(target, block_sizes, num_layouts) + own
+    """Engines that take their weights as inputs.
 
-
-def target_engine_bytes(target: ModelShape, block_sizes: Sequence[int], num_layouts: int = 1) -> int:
-    """The target's engine alone."""
-    profiles = num_profiles(block_sizes)[0] * num_layouts
-    return target.num_layers * profiles * ENGINE_BYTES_PER_LAYER_AND_PROFILE
+    Args:
+        target: Has a profile for plain steps, for prefill and for each block size.
+        drafter: One for each block size; its context has as many as the target. None: there is none.
+        block_sizes: Anchor included.
+        layouts: Of the primitive form, where each profile comes once for every one; empty in the fused form.
+    """
+    blocks = 0 if drafter is None else len(block_sizes)
+    fixed, per_layer = ENGINE_BYTES_PER_PROFILE, ENGINE_BYTES_PER_LAYER["primitive" if layouts else "fused"]
+    total = (2 + blocks) * (fixed["target"] + per_layer * target.num_layers)
+    if drafter is not None:
+        total += blocks * (fixed["drafter"] + per_layer * drafter.body.num_layers)
+        total += (2 + blocks) * (fixed["context"] + CONTEXT_BYTES_PER_LAYER * drafter.body.num_layers)
+    return total * max(1, len(layouts)) + (1 + blocks) * (fixed["acceptance"] + fixed["candidates"])
 
 
 def ort_engine_bytes(target: ModelShape, drafter: DrafterShape | None) -> int:
@@ -126,19 +131,17 @@ def ort_engine_bytes(target: ModelShape, drafter: DrafterShape | None) -> int:
 
 def host_builder_bytes(
     target: ModelShape, drafter: DrafterShape, storage: Storage, drafter_storage: Storage, block_sizes: Sequence[int],
-    num_layouts: int = 1,
+    layouts: Sequence[int] = (),
 ) -> int:
     """Peak of the process that builds the largest engine, which it holds several times where weights are in it."""
     from dflash_engines.builder_memory import builder_peak_bytes
 
-    profiles, _ = num_profiles(block_sizes)
+    blocks, num_layouts = len(block_sizes), max(1, len(layouts))
     own = held_target_bytes(target, storage)
     once, again = held_bytes(target, drafter, storage, drafter_storage)
     return max(
-        builder_peak_bytes(target.num_layers, profiles * num_layouts, int4_weight_bytes=own),
-        builder_peak_bytes(
-            drafter.body.num_layers, len(block_sizes) * num_layouts, int4_weight_bytes=once - own + again
-        ),
+        builder_peak_bytes(target.num_layers, (2 + blocks) * num_layouts, int4_weight_bytes=own),
+        builder_peak_bytes(drafter.body.num_layers, blocks * num_layouts, int4_weight_bytes=once - own + again),
     )
 
 

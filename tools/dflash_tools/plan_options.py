@@ -55,10 +55,12 @@ class PlanOptions:
 
     @property
     def layouts(self) -> list[int]:
-        """Rows of cache that calls read, smallest first: one profile each."""
+        """Of the primitive form: rows of cache that calls read, smallest first. The fused form reads the valid ones."""
+        if self.form == "fused":
+            return []
         from dflash_engines.tensorrt_versions import cache_layouts
 
-        return cache_layouts(self.form, self.capacity_rows)
+        return cache_layouts("primitive", self.capacity_rows)
 
     @property
     def storage(self) -> Storage:

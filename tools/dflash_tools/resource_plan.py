@@ -114,7 +114,7 @@ def run_items(pair: Pair, place: Place, options: PlanOptions) -> tuple[MemoryIte
     target, drafter, storage, own = pair.target, pair.drafter, options.storage, options.drafter_storage
     capacity, item_bytes = options.capacity_rows, storage.item_bytes
     _, held_again = held_bytes(target, drafter, storage, own)
-    engines = formulas.engine_bytes(target, drafter, options.block_sizes, len(options.layouts))
+    engines = formulas.engine_bytes(target, drafter, options.block_sizes, options.layouts)
     rows = [
         ("target weights", device_target_bytes(target, storage), EXACT),
         ("drafter weights", device_drafter_bytes(drafter, own), EXACT),
@@ -142,7 +142,7 @@ def build_items(pair: Pair, place: Place, options: PlanOptions) -> tuple[MemoryI
 def builder_bytes(pair: Pair, options: PlanOptions) -> int:
     """Peak of the process that builds the largest engine."""
     return formulas.host_builder_bytes(
-        pair.target, pair.drafter, options.storage, options.drafter_storage, options.block_sizes, len(options.layouts)
+        pair.target, pair.drafter, options.storage, options.drafter_storage, options.block_sizes, options.layouts
     )
 
 
@@ -160,7 +160,7 @@ def _fixed(place: Place) -> list[tuple[str, int, str]]:
 
 def _times(pair: Pair, device: Device, options: PlanOptions, depth: int) -> tuple[float, tuple[BlockTime, ...]]:
     target, drafter, storage, own = pair.target, pair.drafter, options.storage, options.drafter_storage
-    layouts = () if options.form == "fused" else options.layouts
+    layouts = options.layouts
     plain = formulas.verify_s(device, target, storage, 1, depth, layouts)
     blocks = []
     for size in options.block_sizes:
