@@ -49,7 +49,7 @@ def write_manifest(root: Path, precision: str) -> None:
         max_context_tokens=32,
         block_sizes=[1, 4],
         target=TargetFacts(
-            "tiny", source, "Tiny", "tiny", 2, sizes.hidden, sizes.vocab, 1, 32, True, "embed", "embed", graphs[0]
+            "tiny", source, "Tiny", "tiny", 2, sizes.hidden, sizes.vocab, 1, 32, "embed", "embed", graphs[0]
         ),
         drafter=DrafterFacts("tiny", source, "Tiny", 2, sizes.hidden, 1, 4, 60, graphs[1], graphs[2]),
         taps=TapFacts([0, 1], "drafter"),
