@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from dflash_runtime.bundle import Bundle
-from dflash_runtime.device_engine import DeviceEngineRecord, read_device_engine
+from dflash_runtime.device_engine import DeviceEngineRecord
 from dflash_runtime.errors import EngineError
 from dflash_tools import plan_formulas as formulas
 from dflash_tools.device_table import Device, find_device
@@ -57,7 +57,7 @@ def main(
     """Compares the plan's times with every profile that `dflash-export tune` has kept beside BUNDLE's engines."""
     opened = Bundle.open(bundle)
     folder = find_engine_place(opened, backend).folder
-    record = read_device_engine(folder, f"Run: dflash-export engines {bundle} --backend {backend}")
+    record = DeviceEngineRecord.read(folder, f"Run: dflash-export engines {bundle} --backend {backend}")
     profiles = [profile for profile in read_profiles(folder) if profile.backend == backend]
     if not profiles:
         raise EngineError(f"{folder} has no speed profile. Run: dflash-export tune {bundle} --backend {backend}")
