@@ -123,6 +123,23 @@ def test_the_primitive_form(bundle_of: Callable[[Pair], Bundle], monkeypatch: py
     assert {p.capacity_rows for p in target.profiles} == {512, 1024}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("pair", HALF_PAIRS, ids=lambda pair: str(pair.precision))
+@pytest.mark.parametrize("kind", ["embedded", "primitive"])
+def test_other_kinds_for_each_gpu(
+    kind: str, pair: Pair, capability: str, bundle_of: Callable[[Pair], Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What every run builds for one GPU and one precision."""
+    if kind == "primitive":
+        monkeypatch.setattr(tensorrt_engines, "_installed", lambda backend: (row_for("tensorrt", "10.3"), "10.3"))
+    mode = "embedded" if kind == "embedded" else "shared"
+    built = build_engines(bundle_of(pair), options(compute_capability=capability, weights_mode=mode, use_cache=False))
+    assert built.record.form == ("primitive" if kind == "primitive" else "fused")
+    assert [engine.kind for engine in built.record.engines] == KINDS and built.record.weights_mode == mode
+    assert (built.record.compute_capability, built.record.execution_precision) == (capability, pair.precision)
+
+
 def test_what_fits_is_not_built_again(bundle_of: Callable[[Pair], Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = bundle_of(BF16)
     first = build_engines(bundle, options())
