@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,21 +21,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all workers of a parallel run."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "pairs"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def once(shared_folder: Path) -> Once:
     """(name, make) -> a folder that `make` filled one time, whichever worker came first. Treat it as read-only."""
 
+    pairs = shared_folder / "pairs"
+    pairs.mkdir(exist_ok=True)
+
     def folder_of(name: str, make: Callable[[Path], object]) -> Path:
-        folder = shared_folder / name
-        with (shared_folder / f".{name}.lock").open("w") as lock:
+        folder = pairs / name
+        with (pairs / f".{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "ready").exists():
                 shutil.rmtree(folder, ignore_errors=True)
