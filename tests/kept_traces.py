@@ -48,7 +48,7 @@ def keep_traces(folder: Path) -> None:
 def read_torchlib_once() -> None:
     """Every export reads the same thousand translations of torch's operators again, which no trace alters."""
     read = _registration.ONNXRegistry.from_torchlib
-    _registration.ONNXRegistry.from_torchlib = functools.cache(read)
+    _registration.ONNXRegistry.from_torchlib = staticmethod(functools.cache(read))
 
 
 class KeptTraces:
@@ -82,12 +82,14 @@ class KeptTraces:
 
     def context(self, config: DrafterConfig, dtype: torch.dtype, taps_dtype: torch.dtype | None = None) -> ir.Model:
         """As `trace_context`."""
+        config = _what_is_traced(config)
         return self._kept(
             lambda: (drafter_trace.trace_context(config, dtype, taps_dtype), {}), "context", config, dtype, taps_dtype
         )[0]
 
     def drafter(self, config: DrafterConfig, tables: DrafterTables, dtype: torch.dtype) -> ir.Model:
         """As `trace_drafter`."""
+        config = _what_is_traced(config)
         ids = None if tables.target_ids is None else tables.target_ids.tolist()
         return self._kept(
             lambda: (drafter_trace.trace_drafter(config, tables, dtype), {}),
@@ -108,6 +110,14 @@ class KeptTraces:
                 temporary.replace(file)
         packed, facts = pickle.loads(file.read_bytes())
         return _unpack(*packed), facts
+
+
+def _what_is_traced(config: DrafterConfig) -> DrafterConfig:
+    """The drafter without the facts that are of no concern to its graphs; the tracer gets no more than this."""
+    return dataclasses.replace(
+        config, layout="", architecture="", num_target_layers=None, mask_token_id=0, block_size=0, made_for=None,
+        unknown_keys=(), notes=(),
+    )  # fmt: skip
 
 
 def _code_now() -> dict[tuple[str, str], object]:
