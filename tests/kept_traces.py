@@ -106,10 +106,10 @@ class KeptTraces:
             if not file.exists():
                 model, facts = make()
                 temporary = file.with_suffix(".partial")
-                temporary.write_bytes(pickle.dumps((_pack(model), facts)))
+                temporary.write_bytes(pickle.dumps((pack(model), facts)))
                 temporary.replace(file)
         packed, facts = pickle.loads(file.read_bytes())
-        return _unpack(*packed), facts
+        return unpack(*packed), facts
 
 
 def _what_is_traced(config: DrafterConfig) -> DrafterConfig:
@@ -135,7 +135,7 @@ def _definitions(module: ModuleType) -> Iterator[tuple[str, object]]:
             yield from ((f"{name}.{p}", v) for p, v in vars(value).items() if callable(v) or not p.startswith("__"))
 
 
-def _pack(model: ir.Model) -> tuple[bytes, list[str], list[str]]:
+def pack(model: ir.Model) -> tuple[bytes, list[str], list[str]]:
     """A graph as bytes, its hollow initializers as inputs, which ONNX can write; and the order it had."""
     graph = model.graph
     order = list(graph.initializers)
@@ -144,7 +144,7 @@ def _pack(model: ir.Model) -> tuple[bytes, list[str], list[str]]:
     return ir.to_proto(model).SerializeToString(), order, hollow
 
 
-def _unpack(data: bytes, order: list[str], hollow: list[str]) -> ir.Model:
+def unpack(data: bytes, order: list[str], hollow: list[str]) -> ir.Model:
     model = ir.from_proto(onnx.ModelProto.FromString(data))
     graph = model.graph
     values = {**graph.initializers, **{str(v.name): v for v in graph.inputs if v.name in set(hollow)}}
