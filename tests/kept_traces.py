@@ -26,7 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.onnx._internal.exporter import _registration
 from transformers import PreTrainedConfig
 
-from dflash_export import drafter_build, drafter_trace, target_trace, traced_file
+from dflash_export import drafter_build, drafter_trace, target_trace, trace_experts, traced_file
+from dflash_export.drafter_attention import LayerAttention
 from dflash_export.drafter_config import DrafterConfig
 from dflash_export.drafter_trace import DrafterTables
 from dflash_export.hollow_model import make_hollow_model
@@ -60,7 +61,7 @@ class KeptTraces:
         self._code: dict[tuple[str, str], object] = {}
 
     def know_the_code(self) -> None:
-        """Takes the export package as it is now for the one that traces are kept of."""
+        """Takes the code of the tracers as it is now for the one that traces are kept of."""
         self._code = _code_now()
 
     def target(self, config: PreTrainedConfig, dtype: torch.dtype, progress: Progress | None = None) -> TracedTarget:
@@ -81,8 +82,12 @@ class KeptTraces:
         return TracedTarget(model=model, module=module, **facts)
 
     def context(self, config: DrafterConfig, dtype: torch.dtype, taps_dtype: torch.dtype | None = None) -> ir.Model:
-        """As `trace_context`."""
-        config = _what_is_traced(config)
+        """As `trace_context`; a context is rows of keys and values, whatever the block's tokens see and say of it."""
+        layers = (LayerAttention(causal=False, window_tokens=None),) * config.num_layers
+        config = dataclasses.replace(
+            _what_is_traced(config), layers=layers, input_embedding_scale=1.0, output_multiplier=1.0,
+            final_logit_softcapping=None, draft_vocab_size=None,
+        )  # fmt: skip
         return self._kept(
             lambda: (drafter_trace.trace_context(config, dtype, taps_dtype), {}), "context", config, dtype, taps_dtype
         )[0]
@@ -121,9 +126,15 @@ def _what_is_traced(config: DrafterConfig) -> DrafterConfig:
 
 
 def _code_now() -> dict[tuple[str, str], object]:
-    """Every function, class, part of a class and constant of the export package."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("dflash_export.")]
-    return {(module.__name__, name): value for module in modules for name, value in _definitions(module)}
+    """Every function, class, part of a class and constant of the tracers and of what they use of the project."""
+    found: dict[str, ModuleType] = {}
+    waiting = {module.__name__ for module in (target_trace, drafter_trace, trace_experts)}
+    while waiting:
+        module = sys.modules[waiting.pop()]
+        found[module.__name__] = module
+        used = {getattr(value, "__module__", None) or "" for value in vars(module).values()}
+        waiting |= {name for name in used if name.startswith("dflash_export.")} - found.keys()
+    return {(module.__name__, name): value for module in found.values() for name, value in _definitions(module)}
 
 
 def _definitions(module: ModuleType) -> Iterator[tuple[str, object]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Once
-from pairs import MAIN, quiet
+from pairs import MAIN, Pair, quiet
 
 from dflash_export import traced_file
 from dflash_export.build_plan import BuildOptions
@@ -67,12 +67,20 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize(("moments", "kind"), [
-    (1, "copied"),
-    *(pytest.param(20, kind, marks=pytest.mark.slow) for kind in KILLED),
+SHALLOW = Pair(
+    "shallow", "llama", target={"num_hidden_layers": 1}, drafter={"layers": 1, "taps": (0,)}, max_context_tokens=64
+)
+"""Every stage that a larger pair has, sooner."""
+
+
+@pytest.mark.parametrize(("moments", "kind", "pair"), [
+    (1, "copied", SHALLOW),
+    *(pytest.param(20, kind, MAIN, marks=pytest.mark.slow) for kind in KILLED),
 ])
-def test_a_killed_build_goes_on_to_the_same_bytes(once: Once, tmp_path: Path, moments: int, kind: str) -> None:
-    checkpoints = once(f"{MAIN.name}-checkpoints", MAIN.write)
+def test_a_killed_build_goes_on_to_the_same_bytes(
+    once: Once, tmp_path: Path, moments: int, kind: str, pair: Pair
+) -> None:
+    checkpoints = once(f"{pair.name}-checkpoints", pair.write)
     script = Path(__file__).parent / "killed_builds.py"
     command = [sys.executable, str(script), str(checkpoints), str(tmp_path), "--moments", str(moments), *KILLED[kind]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ import torch
 from kept_traces import KeptTraces, pack
 from transformers import AutoConfig
 
-from dflash_export import drafter_trace, target_trace, trace_hooks
+from dflash_export import drafter_trace, target_trace, trace_experts, trace_hooks
 from dflash_export.drafter import Drafter
 from dflash_export.drafter_config import read_drafter_config
 from dflash_export.drafter_trace import DrafterTables
@@ -77,7 +77,8 @@ def test_a_drafter_is_handed_out_as_it_was_traced(
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(trace_hooks, "attend"), (Drafter, "block"), (drafter_trace, "EXAMPLE_ROWS")]
+    ("place", "name"),
+    [(trace_hooks, "attend"), (Drafter, "block"), (drafter_trace, "EXAMPLE_ROWS"), (trace_experts, "EXPERTS_NAME")],
 )
 def test_altered_code_gets_a_trace_of_its_own(
     traces: KeptTraces, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
