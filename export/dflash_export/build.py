@@ -90,9 +90,12 @@ def trace_and_store_target(
     places, rounded = quantize_places({**plan.places, **imported}, schemes, dtype)
     quantized |= rounded
     if places[traced.embedding_weight].dtype == FLOAT8:
+        given = isinstance(plan.places[traced.embedding_weight], ImportedPlace)
         raise CheckpointError(
-            f"{traced.embedding_weight} would be FP8, and rows are picked from it, for which ONNX has no operator. "
-            "Leave --quantize-head at keep, or give int8 or int4."
+            f"{traced.embedding_weight} {'is' if given else 'would be'} FP8, and rows are picked from it, for which "
+            "ONNX has no operator. "
+            + ("Give a checkpoint whose embedding, and a head tied to it, are floats." if given
+               else "Leave --quantize-head at keep, or give int8 or int4.")
         )
     stored = bring_weights(root, "target", places, dtype, plan.weights_mode, progress, stages, islands)
     stored = dataclasses.replace(stored, quantized=quantized)

@@ -12,6 +12,7 @@ from dflash_export.catalog import CATALOG, drafter_template_args
 from dflash_export.checkpoint import (
     Checkpoint,
     find_checkpoint,
+    notes_of_import,
     read_target_config,
     with_imported_weights,
     with_weights,
@@ -101,7 +102,7 @@ def plan_target(options: BuildOptions) -> TargetPlan:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{checkpoint.name} cannot be exported: {error}.") from error
     checkpoint = with_imported_weights(with_weights(checkpoint, local_files_only=local))
-    notes = untie_if_stored_apart(config, checkpoint.places)
+    notes = notes_of_import(checkpoint) + untie_if_stored_apart(config, checkpoint.places)
     precision = options.precision or _own_precision(checkpoint)
     if precision not in PRECISIONS:
         raise CheckpointError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}.")

@@ -6,13 +6,15 @@ import dataclasses
 import hashlib
 import re
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from dflash_export.catalog import CATALOG, NOT_SERVED, shipped_folder
 from dflash_export.hub_access import download
 from dflash_export.json_file import read_json
-from dflash_export.quantized_formats import read_quantized_places
+from dflash_export.quantised_names import refuse_unexplained_parts
+from dflash_export.quantized_formats import import_notes, read_quantized_places
 from dflash_export.tensor_files import TensorPlace, read_tensor_places
 from dflash_runtime.bundle import SourceFacts
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
@@ -116,15 +118,32 @@ def with_imported_weights(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         CheckpointError: it is quantised in a way that is not taken.
     """
-    if not is_quantized(checkpoint):
+    config = quantization_config(checkpoint.folder)
+    if config is None:
+        refuse_unexplained_parts(checkpoint.places, str(checkpoint.folder))
         return checkpoint
-    config = read_json(checkpoint.folder / "config.json")["quantization_config"]
     return dataclasses.replace(checkpoint, places=read_quantized_places(config, checkpoint.places, checkpoint.name))
 
 
-def is_quantized(checkpoint: Checkpoint) -> bool:
-    """Whether its config says so."""
-    return bool(read_json(checkpoint.folder / "config.json").get("quantization_config"))
+def quantization_config(folder: Path) -> dict[str, Any] | None:
+    """How a checkpoint's weights are quantised, in its config.json or ModelOpt's own file; None where they are not.
+
+    Raises:
+        CheckpointError: what stands there is no object.
+    """
+    config = read_json(folder / "config.json").get("quantization_config")
+    beside = folder / "hf_quant_config.json"
+    if not config and beside.is_file():
+        config = {"quant_method": "modelopt", **read_json(beside)}
+    if config is not None and not isinstance(config, dict):
+        raise CheckpointError(f"{folder / 'config.json'}: quantization_config is {config!r} and no JSON object.")
+    return config or None
+
+
+def notes_of_import(checkpoint: Checkpoint) -> list[str]:
+    """What its quantisation asks for and does not get, in words for the user."""
+    config = quantization_config(checkpoint.folder)
+    return [] if config is None else import_notes(config)
 
 
 def read_target_config(checkpoint: Checkpoint, *, quantized: bool = False) -> PreTrainedConfig:
@@ -139,8 +158,9 @@ def read_target_config(checkpoint: Checkpoint, *, quantized: bool = False) -> Pr
         UnsupportedModelError: the model type needs code that Transformers does not ship.
     """
     data = read_json(checkpoint.folder / "config.json")
-    if data.get("quantization_config") and not quantized:
-        method = data["quantization_config"].get("quant_method", "unknown")
+    found = quantization_config(checkpoint.folder)
+    if found is not None and not quantized:
+        method = found.get("quant_method", "unknown")
         raise CheckpointError(f"{checkpoint.name} is quantised ({method}); this needs the original half-precision one.")
     try:
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)

@@ -83,8 +83,8 @@ class _Conversion:
 def _read(name: str, place: TensorPlace, meta: bool) -> Tensor:
     if place.dtype not in _DTYPES:
         raise CheckpointError(
-            f"tensor {name} is stored as {place.dtype}: quantised checkpoints are not supported; "
-            "use the original half-precision one."
+            f"tensor {name} is stored as {place.dtype}, and nothing says which floats it means. Give the "
+            "original half-precision checkpoint, or the config.json the weights were written with."
         )
     if meta:
         return torch.empty(place.shape, dtype=_DTYPES[place.dtype], device="meta")

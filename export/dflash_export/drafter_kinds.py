@@ -5,9 +5,10 @@ They load as plain DFlash with parts silently skipped, and then only acceptance 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from dflash_export.quantised_names import refuse_unexplained_parts
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 
 PLAIN_ARCHITECTURE, DFLASH2_ARCHITECTURE = "DFlashDraftModel", "DFlash2DraftModel"
@@ -26,7 +27,6 @@ _BY_TENSOR: tuple[tuple[tuple[str, ...], str], ...] = (
     (("mask_hidden", "mask_embedding"), "a drafter with a learned mask embedding"),
 )
 _DFLASH2_KEYS = ("selector_top_k", "selector_rank", "conv_kernel_size")
-_QUANTISED = ("weight_scale", "weight_packed", "qweight", "qzeros", "weight_scale_inv", "input_scale")
 
 
 def refuse_other_kinds(config: Mapping[str, Any], nested: Mapping[str, Any], where: str) -> str:
@@ -90,7 +90,7 @@ def _kind_by_config(config: Mapping[str, Any], nested: Mapping[str, Any]) -> str
     return next((name for found, name in kinds if found), None)
 
 
-def refuse_foreign_tensors(names: Iterable[str], where: str) -> None:
+def refuse_foreign_tensors(names: Collection[str], where: str) -> None:
     """Refuses weights that only another kind of drafter has, whatever its config says.
 
     Args:
@@ -105,9 +105,4 @@ def refuse_foreign_tensors(names: Iterable[str], where: str) -> None:
         for marks, kind in _BY_TENSOR:
             if any(name.startswith(mark) or f".{mark.lstrip('.')}" in f".{name}" for mark in marks):
                 raise UnsupportedModelError(f"{where} holds {name}, which belongs to {kind}. {SERVED}")
-        if name.endswith(_QUANTISED):
-            raise CheckpointError(
-                f"{where} holds {name}, which belongs to a quantised weight, and its config.json has no "
-                "quantization_config that says how. Give the config the weights were written with, or the unquantised "
-                "checkpoint."
-            )
+    refuse_unexplained_parts(names, where)

@@ -10,7 +10,7 @@ from dflash_export.catalog import CATALOG
 from dflash_export.checkpoint import (
     Checkpoint,
     find_checkpoint,
-    is_quantized,
+    quantization_config,
     read_target_config,
     with_imported_weights,
     with_weights,
@@ -103,7 +103,7 @@ def _with_tensors(checkpoint: Checkpoint, config: DrafterConfig, local_files_onl
     Those of a vocabulary's mapping and of quantised weights are.
     """
     source, headers = checkpoint.source, None
-    plain = config.draft_vocab_size is None and not is_quantized(checkpoint)
+    plain = config.draft_vocab_size is None and quantization_config(checkpoint.folder) is None
     if source.kind == "hub" and not local_files_only and plain:
         headers = tensor_headers(source.id, source.revision)
     if headers is None:

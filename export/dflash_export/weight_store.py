@@ -173,8 +173,8 @@ def _lay_out(
     for name, place in places.items():
         if place.dtype not in TORCH_DTYPES and not isinstance(place, QuantizedPart):
             raise CheckpointError(
-                f"tensor {name} is stored as {place.dtype}: quantised checkpoints are not supported; "
-                "use the original half-precision one."
+                f"tensor {name} is stored as {place.dtype}, and nothing says which floats it means. Give the "
+                "original half-precision checkpoint, or the config.json the weights were written with."
             )
         length = stored_bytes(place.shape, dtypes[name])
         # The format has no integers of four bits: its readers see the bytes.

@@ -10,10 +10,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from pairs import quiet
+from safetensors.torch import load_file, save_file
 from tiny_models import edit_json, write_target
 
 from dflash_export.build_plan import BuildOptions
+from dflash_export.quantization import quantize_options
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import CheckpointError
 from dflash_tools.pipeline import build
@@ -23,6 +26,8 @@ FAST = {"ct-int4-asymmetric": "bf16", "ct-fp8": "bf16"}
 SLOW = {
     "ct-int4": "fp32", "ct-int8": "bf16", "ct-int8-asymmetric": "fp32", "ct-fp8-tensor": "fp32", "awq": "fp16",
     "gptq": "fp32", "gptq-int8-asymmetric": "fp16", "modelopt-int4": "fp32", "modelopt-fp8": "bf16",
+    "ct-act-order-weight": "fp32", "gptq-static-groups": "fp16", "modelopt-fp8-channel": "fp32",
+    "modelopt-fp8-kv": "bf16",
 }  # fmt: skip
 
 
@@ -51,6 +56,26 @@ def test_layouts_and_precisions_are_refused_by_name(tmp_path: Path) -> None:
     for name in ("gptq-act-order", "ct-act-order"):
         with pytest.raises(CheckpointError, match=r"_proj is quantised with act-order"):
             build(BuildOptions(str(CHECKPOINTS / name)), tmp_path / "b", "none", quiet)
+
+
+@pytest.mark.parametrize("whose", ["asked for", pytest.param("given", marks=pytest.mark.slow)])
+def test_a_table_in_fp8_is_refused_by_name(whose: str, tmp_path: Path) -> None:
+    """Embedding and head are one here, and no operator of ONNX picks rows of FP8."""
+    if whose == "asked for":
+        write_target(tmp_path / "t", "llama")
+        options = BuildOptions(str(tmp_path / "t"), quantize=quantize_options("keep", "fp8", "keep"))
+        message = "embed_tokens.weight would be FP8.*Leave --quantize-head at keep"
+    else:
+        shutil.copytree(CHECKPOINTS / "ct-fp8", tmp_path / "t")
+        tensors = load_file(tmp_path / "t" / "model.safetensors")
+        table = tensors["model.embed_tokens.weight"]
+        tensors["model.embed_tokens.weight"] = table.to(torch.float8_e4m3fn)
+        tensors["model.embed_tokens.weight_scale"] = torch.ones(len(table), 1, dtype=torch.bfloat16)
+        save_file(tensors, tmp_path / "t" / "model.safetensors")
+        options, message = BuildOptions(str(tmp_path / "t")), "embed_tokens.weight is FP8.*whose embedding.*are floats"
+    with pytest.raises(CheckpointError, match=message):
+        build(options, tmp_path / "b", "none", quiet)
+    assert not (tmp_path / "b").exists()
 
 
 def test_other_formats_are_refused_by_name(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dflash_export.checkpoint import quantization_config
 from dflash_export.dequantized_weights import read_float_weight
 from dflash_export.quantized_formats import read_quantized_places
 from dflash_export.quantized_formats.imported_place import ImportedPlace, imported_parts
@@ -31,7 +32,8 @@ def quiet(stage: str, done: int, total: int) -> None: ...
 
 def bundle_of(name: str, folder: Path) -> Manifest:
     """The checkpoint's quantised weights in a file as a bundle in fp32 has them."""
-    config = json.loads((CHECKPOINTS / name / "config.json").read_text())["quantization_config"]
+    config = quantization_config(CHECKPOINTS / name)
+    assert config is not None
     places = read_quantized_places(config, read_tensor_places(CHECKPOINTS / name), name)
     quantised = {key: place for key, place in places.items() if isinstance(place, ImportedPlace)}
     parts, facts = imported_parts(quantised, list(quantised), "F32")
@@ -43,7 +45,7 @@ def bundle_of(name: str, folder: Path) -> Manifest:
 
 
 def test_every_format_is_there() -> None:
-    assert len(NAMES) == 17 and sum(name.startswith("drafter-") for name in NAMES) == 4
+    assert len(NAMES) == 21 and sum(name.startswith("drafter-") for name in NAMES) == 4
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ACT_ORDER])

@@ -19,6 +19,20 @@ _FORMATS: dict[str, Callable[[dict[str, Any], Places], dict[str, TensorPlace]]] 
 }
 
 
+def import_notes(config: dict[str, Any]) -> list[str]:
+    """What a quantised checkpoint asks for beside its weights and does not get, in words for the user."""
+    nested = {**config, **config.get("quantization", {})}
+    groups = [one for one in (nested.get("config_groups") or {}).values() if isinstance(one, dict)]
+    parts = []
+    if any(one.get("input_activations") for one in groups) or str(nested.get("quant_algo", "")).startswith("FP8"):
+        parts.append("activations")
+    if nested.get("kv_cache_scheme") or nested.get("kv_cache_quant_algo"):
+        parts.append("KV cache")
+    if not parts:
+        return []
+    return [f"the checkpoint was made for {' and '.join(parts)} in FP8 too; here its weights alone are in FP8"]
+
+
 def read_quantized_places(config: dict[str, Any], places: Places, where: str) -> dict[str, TensorPlace]:
     """A checkpoint's tensors, the parts of each quantised weight replaced by one `ImportedPlace` under its name.
 

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from dflash_export.quantized_formats.imported_place import Array, as_floats, imported_place, mapped, unpack
+from dflash_export.quantized_formats.weight_parts import take_parts
 from dflash_export.tensor_files import TensorPlace
 from dflash_runtime.errors import CheckpointError
 
@@ -22,16 +23,18 @@ def read_places(config: dict[str, Any], places: Mapping[str, TensorPlace]) -> di
     """See `read_quantized_places`.
 
     Raises:
-        CheckpointError: another layout, or a width other than 4.
+        CheckpointError: another layout, a width other than 4, or tensors missing.
     """
-    version, bits = str(config.get("version", "gemm")).lower(), int(config.get("bits", config.get("w_bit", 4)))
+    # AutoAWQ says `version`, GPTQModel says `checkpoint_format` and `format`.
+    said = [config[key] for key in ("version", "checkpoint_format", "format") if config.get(key)]
+    version, bits = str(said[0] if said else "gemm").lower(), int(config.get("bits", config.get("w_bit", 4)))
     if version != "gemm" or bits != 4:
         raise CheckpointError(f"AWQ weights of {bits} bits in the layout {version!r} are not taken; 4 bits, gemm are.")
     found = dict(places)
     for name in places:
         module, _, part = name.rpartition(".")
         if part == "qweight":
-            own = {key: found.pop(f"{module}.{key}") for key in _PARTS if f"{module}.{key}" in found}
+            own = take_parts(found, module, _PARTS, ("scales",), ORIGIN)
             found[f"{module}.weight"] = _place(own)
     return found
 

@@ -16,30 +16,37 @@ from dflash_export.quantized_formats.imported_place import (
     mapped,
     unpack,
 )
+from dflash_export.quantized_formats.weight_parts import drop_cache_scales, take_parts
 from dflash_export.tensor_files import FLOAT8, TensorPlace
 from dflash_runtime.errors import CheckpointError
 
 ORIGIN = "compressed-tensors"
-_PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale")
+_PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale", "weight")
+_LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+_OFFLINE = ("weight_input", "weight_output")
+"""Where a rotation is part of the stored weights; anywhere else it is done while the model runs."""
 
 
 def read_places(config: dict[str, Any], places: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
     """See `read_quantized_places`.
 
     Raises:
-        CheckpointError: activations or caches are quantised too, columns are reordered, or another format.
+        CheckpointError: activations or caches are quantised too, columns are reordered, inputs are rotated, another
+            format, or tensors missing.
     """
     _refuse_more_than_weights(config)
+    _refuse_other_layouts(config)
     found = dict(places)
+    drop_cache_scales(found, config.get("kv_cache_scheme"))
     for name in places:
         module, _, part = name.rpartition(".")
         packed = part == "weight_packed"
         plain = part == "weight" and places[name].dtype in ("I8", FLOAT8)
         if not packed and not plain:
             continue
-        own = {key: found.pop(f"{module}.{key}") for key in (*_PARTS, "weight") if f"{module}.{key}" in found}
-        _refuse_reordered(module, own)
+        own = take_parts(found, module, _PARTS, ("weight_scale",), ORIGIN)
         args = _arguments(config, module)
+        _refuse_reordered(module, own, args)
         if places[name].dtype == FLOAT8:
             found[name] = float8_place(own["weight"], own["weight_scale"], ORIGIN)
             continue
@@ -86,8 +93,6 @@ def _plain(module: str, own: dict[str, TensorPlace], bits: int) -> TensorPlace:
 
 
 def _refuse_more_than_weights(config: dict[str, Any]) -> None:
-    if config.get("kv_cache_scheme"):
-        raise CheckpointError("the checkpoint quantises its KV cache too, which is not taken; only weights are.")
     for group in config.get("config_groups", {}).values():
         if (group.get("weights") or {}).get("type") == "float":
             continue  # FP8 is nearly always written for FP8 activations too, and its weights mean the same without
@@ -98,10 +103,41 @@ def _refuse_more_than_weights(config: dict[str, Any]) -> None:
             )
 
 
-def _refuse_reordered(module: str, own: dict[str, TensorPlace]) -> None:
-    order = own.get("weight_g_idx")
-    if order is not None and np.any(np.diff(mapped(order).astype(np.int64)) < 0):
-        raise CheckpointError(f"{module} is quantised with act-order (weight_g_idx), which has no kernels here.")
+def _refuse_other_layouts(config: dict[str, Any]) -> None:
+    groups = list(config.get("config_groups", {}).values())
+    layouts = {one.get("format") for one in (config, *groups)} - {None, *_LAYOUTS}
+    if layouts:
+        raise CheckpointError(
+            f"compressed-tensors' {', '.join(sorted(layouts))} is not taken; {', '.join(_LAYOUTS)} are (int4, int8, "
+            "FP8)."
+        )
+    sparsity = (config.get("sparsity_config") or {}).get("format") or "dense"
+    if sparsity != "dense":
+        raise CheckpointError(f"the checkpoint's weights are stored sparse ({sparsity}), which is not taken.")
+    for transform in ((config.get("transform_config") or {}).get("config_groups") or {}).values():
+        places = {str(one.get("location")) for one in transform.get("apply", [])} - {*_OFFLINE}
+        if places:
+            raise CheckpointError(
+                f"the checkpoint rotates {', '.join(sorted(places))} while the model runs (transform_config), which is "
+                "not taken. Give one whose rotations are all part of its weights."
+            )
+
+
+def _refuse_reordered(module: str, own: dict[str, TensorPlace], args: dict[str, Any]) -> None:
+    """Act-order that only chose the order of rounding ("weight", "static") leaves plain groups, and is taken."""
+    order, said = own.get("weight_g_idx"), args.get("actorder")
+    if order is None:
+        reordered = said in (True, "group", "dynamic")
+    else:
+        given = mapped(order).astype(np.int64)
+        groups = own["weight_scale"].shape[-1]
+        plain = np.arange(len(given)) // max(1, len(given) // groups)
+        reordered = not (np.all(given == -1) or np.array_equal(given, plain))  # -1: the library never filled it
+    if reordered:
+        raise CheckpointError(
+            f"{module} is quantised with act-order (actorder {said!r}: its inputs belong to groups in another order), "
+            'which has no kernels here. Give a checkpoint made with actorder "weight" or without act-order.'
+        )
 
 
 def _arguments(config: dict[str, Any], module: str) -> dict[str, Any]:

@@ -67,7 +67,10 @@ def imported_parts(
         if not isinstance(place, ImportedPlace):
             continue
         if name not in linear:
-            raise CheckpointError(f"{name} is quantised ({place.origin}) and no plain matrix [out, in] of the model.")
+            raise CheckpointError(
+                f"{name} is quantised ({place.origin}) and no plain matrix [out, in] of the model: an embedding, whose "
+                "rows are picked, a merged or a transposed weight. Give a checkpoint that leaves it in floats."
+            )
         floating = place.dtype == FLOAT8
         if dtype not in (place.scale_dtype, "F32") and not floating:
             words = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}

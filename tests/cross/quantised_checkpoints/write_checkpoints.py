@@ -238,21 +238,32 @@ def write_modelopt_int4(folder: Path) -> None:
     write_meant(folder, "nvidia-modelopt", exact)
 
 
-def write_modelopt_fp8(folder: Path) -> None:
-    """ModelOpt: a scale a matrix, and its own way back from what it exports."""
+def write_modelopt_fp8(folder: Path, recipe: str = "FP8_DEFAULT_CFG", cache: str | None = None) -> None:
+    """ModelOpt: a scale a matrix or a row, and its own way back from what it exports."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
     from modelopt.torch.quantization.qtensor import FP8QTensor
 
     with tempfile.TemporaryDirectory() as plain:
         model = modelopt_model(Path(plain))
-        ids = torch.arange(3, 40)[None]
-        export_hf_checkpoint(mtq.quantize(model, mtq.FP8_DEFAULT_CFG, lambda one: one(ids)), export_dir=folder)
+        ids, made_for = torch.arange(3, 40)[None], getattr(mtq, recipe)
+        if cache is not None:
+            made_for = {**made_for, "quant_cfg": [*made_for["quant_cfg"], *getattr(mtq, cache)["quant_cfg"]]}
+        export_hf_checkpoint(mtq.quantize(model, made_for, lambda one: one(ids)), export_dir=folder)
     tensors, meant = load_file(folder / "model.safetensors"), {}
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
-        made = FP8QTensor(tensors[name].shape, torch.float32, tensors[name])
-        meant[name] = made.dequantize(torch.float32, scale=tensors[f"{name}_scale"].float())
+        made, scale = FP8QTensor(tensors[name].shape, torch.float32, tensors[name]), tensors[f"{name}_scale"].float()
+        meant[name] = made.dequantize(torch.float32, scale=scale if scale.dim() == 0 else scale.reshape(-1, 1))
     write_meant(folder, "nvidia-modelopt", meant)
+
+
+def write_modelopt_fp8_of_old(folder: Path) -> None:
+    """What ModelOpt wrote until 2025, and many published checkpoints hold: the facts in a file of their own alone."""
+    write_modelopt_fp8(folder, cache="FP8_KV_CFG")
+    facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del facts["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    assert (folder / "hf_quant_config.json").is_file()
 
 
 def ct_args(bits: int = 4, symmetric: bool = True, strategy: str = "group", kind: str = "int") -> dict[str, Any]:
@@ -268,6 +279,7 @@ PROJECTIONS = ("_proj",)
 _A, _ASYM, _W8 = ct_args(), ct_args(symmetric=False), ct_args(8, strategy="channel")
 _W8A, _FP8 = ct_args(8, False, "channel"), ct_args(8, strategy="channel", kind="float")
 _FP8T, _ORDER = ct_args(8, strategy="tensor", kind="float"), {**ct_args(), "actorder": "group"}
+_STATIC = {**ct_args(), "actorder": "weight"}
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "ct-int4": target(BF16, compressed_tensors_config(_A, "pack-quantized"), compressed_tensors(_A, PACKED), CT),
@@ -280,6 +292,9 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     ),
     "ct-act-order": target(
         BF16, compressed_tensors_config(_ORDER, "pack-quantized"), compressed_tensors(ct_args(), PACKED, True), CT
+    ),
+    "ct-act-order-weight": target(
+        BF16, compressed_tensors_config(_STATIC, "pack-quantized"), compressed_tensors(_STATIC, PACKED), CT
     ),
     "ct-fp8": target(
         BF16, compressed_tensors_config(_FP8, "float-quantized", DYNAMIC), compressed_tensors(_FP8, FLOATS), CT
@@ -296,8 +311,13 @@ WRITERS: dict[str, Callable[[Path], None]] = {
         FP16, gptq_config(8, False, False, "gptq_v2"), gptq(8, False, False, False), "gptqmodel"
     ),
     "gptq-act-order": target(FP16, gptq_config(4, True, True, "gptq_v2"), gptq(4, True, True, False), "gptqmodel"),
+    "gptq-static-groups": target(
+        FP16, {**gptq_config(4, True, True, "gptq"), "static_groups": True}, gptq(4, True, False, True), "gptqmodel"
+    ),
     "modelopt-int4": write_modelopt_int4,
     "modelopt-fp8": write_modelopt_fp8,
+    "modelopt-fp8-channel": functools.partial(write_modelopt_fp8, recipe="FP8_PER_CHANNEL_PER_TOKEN_CFG"),
+    "modelopt-fp8-kv": write_modelopt_fp8_of_old,
     "drafter-ct-int4": drafter(
         BF16, compressed_tensors_config(_ASYM, "pack-quantized"), compressed_tensors(_ASYM, PACKED), CT, "_proj", "fc"
     ),
