@@ -192,7 +192,7 @@ def plan_build(options: BuildOptions) -> BuildPlan:
     if wrong:
         raise CheckpointError(f"--block-size {wrong[0]} is no block: it is the anchor and at least one draft, so >= 2.")
     entry = CATALOG.get(options.target.lower())
-    reference = options.drafter or (entry.drafter if entry else None)
+    reference = options.drafter or (entry.reference("drafter") if entry else None)
     target = plan_target(options)
     drafter = None
     if reference is not None:

@@ -41,11 +41,21 @@ class CatalogEntry:
     """Commit or tag to take; None for the newest."""
     drafter_revision: str | None = None
 
+    def reference(self, role: str) -> str | None:
+        """Id of the target or the drafter (`role`), its pin after `@`; None where no drafter is published."""
+        found, pin = (
+            (self.target, self.target_revision) if role == "target" else (self.drafter, self.drafter_revision)
+        )
+        return found if found is None or pin is None else f"{found}@{pin}"
+
 
 _NO_THINKING = {"enable_thinking": False}
 _UNPUBLISHED = "nobody has published a DFlash drafter for it"
 _QWEN3_TAPS = (1, 9, 17, 25, 33)
 _GEMMA_31B = "google/gemma-4-31B-it"
+# Commits that published measurements of these pairs name again and again.
+_QWEN3_4B_PIN = "1cfa9a7208912126459214e8b04321603b3df60c"
+_QWEN3_8B_PIN = "b968826d9c46dd6066d109eabc6255188de91218"
 
 CATALOG: dict[str, CatalogEntry] = {
     "demo": CatalogEntry("shipped:demo/target", "shipped:demo/drafter"),
@@ -56,20 +66,27 @@ CATALOG: dict[str, CatalogEntry] = {
     "qwen3-4b": CatalogEntry(
         "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", _NO_THINKING,
         known=KnownDrafter(16, _QWEN3_TAPS, 151669, thinks=False),
+        target_revision=_QWEN3_4B_PIN, drafter_revision="b74e3a329c4d963783143b1e970d95b002be72bd",
     ),
-    "qwen3-4b-dflash2": CatalogEntry("Qwen/Qwen3-4B", "RedHatAI/Qwen3-4B-speculator.dflash2"),
+    "qwen3-4b-dflash2": CatalogEntry(
+        "Qwen/Qwen3-4B", "RedHatAI/Qwen3-4B-speculator.dflash2", target_revision=_QWEN3_4B_PIN
+    ),
     "qwen3-8b": CatalogEntry(
         "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", _NO_THINKING,
         known=KnownDrafter(16, _QWEN3_TAPS, 151669, thinks=False),
+        target_revision=_QWEN3_8B_PIN, drafter_revision="9b41424b7109f9c5413454f481b09a82b85333f4",
     ),
-    "qwen3-8b-speculators": CatalogEntry("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash"),
+    "qwen3-8b-speculators": CatalogEntry(
+        "Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash", known=KnownDrafter(block_size=16),
+        target_revision=_QWEN3_8B_PIN, drafter_revision="1a11b170eb65c8a62c80ecd01dfe22a5907298e6",
+    ),
     "qwen3-8b-dflash2": CatalogEntry(
         "Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash2", _NO_THINKING,
-        known=KnownDrafter(block_size=16, thinks=False),
+        known=KnownDrafter(block_size=16, thinks=False), target_revision=_QWEN3_8B_PIN,
     ),
     "llama-3.1-8b": CatalogEntry(
         "meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
-        known=KnownDrafter(10, (1, 8, 15, 22, 29)),
+        known=KnownDrafter(10, (1, 8, 15, 22, 29)), drafter_revision="d3af30def9601abdd10810aba220d692f0e803f0",
     ),
     "gemma-4-12b": CatalogEntry("google/gemma-4-12B-it", "z-lab/gemma4-12B-it-DFlash"),
     "gemma-4-31b": CatalogEntry(
@@ -88,12 +105,16 @@ CATALOG: dict[str, CatalogEntry] = {
 _RECURRENT = "its linear-attention layers keep a recurrent state, which cannot be rolled back to an earlier token"
 _SHARED_KV = "some of its layers read the KV cache of another layer (KV sharing)"
 _HYBRIDS = (
-    "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.6-27b", "qwen3.6-35b-a3b", "qwen3.8-27b",
-    "qwen3-coder-next",
+    "qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-122b-a10b",
+    "qwen3.5-397b-a17b", "qwen3.6-27b", "qwen3.6-35b-a3b", "qwen3.8-27b", "qwen3-coder-next",
+    "nemotron-3.5-lightning-30b-a3b",
 )  # fmt: skip
 NOT_SERVED: dict[str, str] = {
     **dict.fromkeys(_HYBRIDS, _RECURRENT),
     **dict.fromkeys(("gemma-4-e2b", "gemma-4-e4b"), _SHARED_KV),
+    **dict.fromkeys(("glm-5.1", "deepseek-v4-flash"), "its attention reads only the keys an indexer picks"),
+    **dict.fromkeys(("gpt-oss-20b", "gpt-oss-120b"), "its weights are published in MXFP4, which is not taken"),
+    "muse-glimmer-30b": "Transformers has no causal-LM class for it",
 }
 """Targets with a public drafter that are not exported, and why."""
 

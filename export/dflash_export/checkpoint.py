@@ -91,12 +91,10 @@ def _of_catalog(reference: str, role: str) -> str:
     entry = CATALOG.get(reference.lower())
     if entry is None:
         return reference
-    found, revision = (
-        (entry.target, entry.target_revision) if role == "target" else (entry.drafter, entry.drafter_revision)
-    )
+    found = entry.reference(role)
     if found is None:
         raise CheckpointError(f"the catalog knows no drafter for {reference}: {entry.note}.")
-    return found if revision is None else f"{found}@{revision}"
+    return found
 
 
 def _open(

@@ -73,6 +73,10 @@ def _kind_by_config(config: Mapping[str, Any], nested: Mapping[str, Any]) -> str
     partial = value("partial_rotary_factor") or (rope.get("partial_rotary_factor") if isinstance(rope, dict) else None)
     kinds: list[tuple[bool, str]] = [
         (projector not in (None, "dflash", "dflash2"), f"a {projector} drafter (dflash_config.projector_type)"),
+        (
+            "DSparkModel" in architectures and not value("markov_rank") and not value("enable_confidence_head"),
+            f"DeepSpec's DFlash, {_ANCHOR} ({architectures})",
+        ),
         (any(k in architectures for k in ("Domino", "DSpark", "JetSpec")), _EXTRA_HEADS),
         (bool(value("causal_head")), "a JetSpec drafter (causal_head)"),
         (bool(value("sample_from_anchor")), f"{_ANCHOR} (sample_from_anchor)"),

@@ -64,7 +64,7 @@ def examine_pair(
         CheckpointError: one of them cannot be found or read at all.
     """
     entry = CATALOG.get(target.lower())
-    reference = drafter or (entry.drafter if entry else None)
+    reference = drafter or (entry.reference("drafter") if entry else None)
     if reference is None:
         why = f": {entry.note}" if entry else ""
         raise CheckpointError(f"no drafter is given and the catalog knows none for {target}{why}. Name one.")

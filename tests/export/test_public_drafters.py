@@ -132,6 +132,10 @@ def test_gpt_oss_has_biases_and_fewer_taps_than_layers() -> None:
             {"projector_type": "dspark", "markov_rank": 256, "enable_confidence_head": True},
             {"architectures": ["DSparkDraftModel"]}, "dspark",
         ),
+        (  # the same body without the heads: all its slots predict, the anchor's too
+            {"markov_rank": 0, "enable_confidence_head": False},
+            {"architectures": ["Qwen3DSparkModel"], "block_size": 7}, "DeepSpec's DFlash.*anchor slot predicts too",
+        ),
         ({"use_swa": True, "swa_window_size": 1024}, {"attention_sink_bias": True, "layer_types": None}, "sinks"),
     ],
 )  # fmt: skip

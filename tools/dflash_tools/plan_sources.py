@@ -46,8 +46,9 @@ def find_pair(target: str, drafter: str | None) -> Pair:
     if (folder / MANIFEST_NAME).is_file():
         return _pair_of_bundle(folder, drafter)
     entry = CATALOG.get(target.lower())
-    shape = read_model_shape(*read_config(entry.target if entry else target, "target"))
-    reference = drafter or (entry.drafter if entry else None)
+    wanted = entry.reference("target") if entry else None
+    shape = read_model_shape(*read_config(wanted or target, "target"))
+    reference = drafter or (entry.reference("drafter") if entry else None)
     if reference is None:
         return _assume(shape, None, f"{entry.note}; " if entry and entry.note else "")
     config, name = read_config(reference, "drafter")
@@ -107,9 +108,10 @@ def _drafter_reference(drafter: str) -> str:
     entry = CATALOG.get(drafter.lower())
     if entry is None:
         return drafter
-    if entry.drafter is None:
+    found = entry.reference("drafter")
+    if found is None:
         raise CheckpointError(f"the catalog knows no drafter for {drafter}: {entry.note}.")
-    return entry.drafter
+    return found
 
 
 def _fetch_config(repo: str, revision: str | None) -> Path:
