@@ -26,7 +26,7 @@ from dflash_export.quantized_formats.imported_place import ImportedPlace
 from dflash_export.refusals import refuse_by_config
 from dflash_export.rope_limits import exact_context_limit
 from dflash_export.tensor_files import FLOAT_DTYPES, ITEM_BYTES, TensorPlace
-from dflash_export.text_files import read_text_facts
+from dflash_export.text_files import read_text_facts, require_tokenizer
 from dflash_export.weight_links import AUTO, COPY, refers, settle_weights
 from dflash_export.weight_store import PRECISIONS
 from dflash_runtime.errors import CheckpointError, PairError, UnsupportedModelError
@@ -102,6 +102,7 @@ def plan_target(options: BuildOptions) -> TargetPlan:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{checkpoint.name} cannot be exported: {error}.") from error
     checkpoint = with_imported_weights(with_weights(checkpoint, local_files_only=local))
+    require_tokenizer(checkpoint.folder)
     notes = notes_of_import(checkpoint) + untie_if_stored_apart(config, checkpoint.places)
     precision = options.precision or _own_precision(checkpoint)
     if precision not in PRECISIONS:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dflash_export.json_file import read_json
+from dflash_export.json_file import LFS_MARK, read_json, refuse_lfs_pointer
 from dflash_runtime.bundle import TextFacts
 from dflash_runtime.errors import CheckpointError
 
@@ -66,6 +66,26 @@ def chat_template(source: Path) -> str | None:
         if found:
             return str(found)
     return None
+
+
+def require_tokenizer(source: Path) -> None:
+    """Reads a checkpoint's tokenizer once, where it has one, as everything that runs the bundle will.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = source / "tokenizer.json"
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        refuse_lfs_pointer(stream.read(len(LFS_MARK)), path)
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise CheckpointError(f"{path} cannot be read as a tokenizer ({reason}). Download it again.") from error
 
 
 def _has_slow_tokenizer(source: Path) -> bool:

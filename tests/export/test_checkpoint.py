@@ -69,10 +69,23 @@ def test_quantised_targets_are_refused_by_method(copy: Path) -> None:
         plan_target(BuildOptions(str(copy)))
 
 
-@pytest.mark.parametrize(("name", "text"), [("config.json", "{"), ("config.json", "[]")])
-def test_damaged_json_is_named(copy: Path, name: str, text: str) -> None:
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7031645\n"
+
+
+@pytest.mark.parametrize(("name", "text", "words"), [
+    ("config.json", "{", "cannot be read as JSON"),
+    ("config.json", "[]", "holds list"),
+    ("config.json", "", "cannot be read as JSON"),
+    ("config.json", POINTER, "is a Git LFS pointer"),
+    ("tokenizer.json", POINTER, "is a Git LFS pointer"),
+    ("tokenizer.json", "{}", "cannot be read as a tokenizer"),
+    ("tokenizer.json", "", "cannot be read as a tokenizer"),
+    ("model.safetensors", POINTER, "is a Git LFS pointer"),
+])  # fmt: skip
+def test_damaged_files_are_named_before_work(copy: Path, name: str, text: str, words: str) -> None:
+    assert (copy / name).is_file()
     (copy / name).write_text(text)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=rf"{name} {words}"):
         plan_target(BuildOptions(str(copy)))
 
 
