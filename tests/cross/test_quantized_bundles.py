@@ -27,7 +27,6 @@ class Case:
     group_size: int = 32
     symmetric: bool = True
     tied: bool = True
-    gate: str = "auto"
 
     def build(self, folder: Path) -> Bundle:
         pair = dataclasses.replace(MAIN, target={} if self.tied else UNTIED, precision=self.precision)
@@ -37,7 +36,7 @@ class Case:
 def build_quantized(pair: Pair, folder: Path, case: Case) -> Bundle:
     pair.write(folder)
     quantize = quantize_options(case.layers, case.head, case.drafter, case.group_size, symmetric=case.symmetric)
-    options = dataclasses.replace(pair.options(folder), quantize=quantize, gate=case.gate)
+    options = dataclasses.replace(pair.options(folder), quantize=quantize)
     build(options, folder / "bundle", "ort-cpu", quiet)
     return Bundle.open(folder / "bundle")
 
@@ -81,7 +80,13 @@ def test_speculative_and_plain_decoding_say_the_same(bundle: Bundle) -> None:
 
 @pytest.mark.slow
 def test_a_bundle_is_checked_part_by_part_too(tmp_path: Path) -> None:
-    bundle = Case("int4", "int8", "int4", precision="bf16", gate="layers").build(tmp_path)
+    pair = dataclasses.replace(MAIN, precision="bf16")
+    pair.write(tmp_path)
+    quantize = quantize_options("int4", "int8", "int4")
+    options = dataclasses.replace(pair.options(tmp_path), quantize=quantize, gate="layers")
+    notes = build(options, tmp_path / "bundle", "ort-cpu", quiet).notes
+    assert any("perplexity and acceptance length was not measured" in note and "--gate full" in note for note in notes)
+    bundle = Bundle.open(tmp_path / "bundle")
     portable = [row for row in bundle.manifest.checks if row.stage == "portable"]
     assert {"layer 0 output", "embedding", "logits", "draft_logits"} <= {row.tensor for row in portable}
     assert all("quantised weights as floats" in row.covered for row in portable if row.tensor == "logits")

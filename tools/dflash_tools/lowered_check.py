@@ -20,6 +20,7 @@ from dflash_export.graph_runner import GraphRunner
 from dflash_export.quality import perplexity, perplexity_row, text_windows
 from dflash_runtime.bundle import Bundle, CheckRow, GraphFacts, GraphKind
 from dflash_runtime.engine_record import HostEngineRecord, engine_folder, open_engine
+from dflash_runtime.errors import BundleError
 from dflash_runtime.weights import STORED, MappedWeights
 from dflash_tools.network_weights import signed_weights
 
@@ -64,8 +65,20 @@ def check_perplexity(bundle: Bundle, backend: str, original: float) -> CheckRow:
         backend: `ort-cpu`.
         original: Perplexity of the original checkpoint.
     """
+    found, count = engine_perplexity(bundle, backend)
+    return perplexity_row(f"perplexity {backend}", original, found, count, "as the engine runs")
+
+
+def engine_perplexity(bundle: Bundle, backend: str) -> tuple[float, int]:
+    """The same as a number, and the tokens of the text.
+
+    Raises:
+        BundleError: the bundle has no tokenizer for its vocabulary, so the text cannot be put to it.
+    """
     target, context = bundle.manifest.target, bundle.manifest.max_context_tokens
     windows = text_windows(bundle.path / "tokenizer" / "tokenizer.json", target.vocab_size, context)
+    if not windows:
+        raise BundleError(f"{bundle.path} has no tokenizer for its vocabulary; build it from a checkpoint with one.")
     longest = max(len(window) for window in windows)
     runner = _lowered(bundle, target.graph, backend, [_Call(0, {}, longest)])
 
@@ -74,8 +87,7 @@ def check_perplexity(bundle: Bundle, backend: str, original: float) -> CheckRow:
         found: Array = runner.run(input_ids=np.array([ids]), **place)["logits"][0]
         return found
 
-    count = sum(len(window) for window in windows)
-    return perplexity_row(f"perplexity {backend}", original, perplexity(windows, logits), count, "as the engine runs")
+    return perplexity(windows, logits), sum(len(window) for window in windows)
 
 
 def check_fused(bundle: Bundle) -> list[CheckRow]:

@@ -84,9 +84,8 @@ def main(
         for i in range(rounds):
             progress("decode", i, rounds)
             for name in names:
-                opened = beside if name == "beside" else bundle
-                argv = [str(opened), "--model", str(folders[name]), "--threads", str(threads), "--tokens", str(tokens)]
-                said_by[name], milliseconds = _in_a_process([*argv, "--only", name])
+                opened = beside if name == "beside" and beside else bundle
+                said_by[name], milliseconds = measure_in_a_process(name, opened, folders[name], threads, tokens)
                 times[name].append(milliseconds)
     _report(times, said_by, threads, tokens, as_json)
 
@@ -112,12 +111,20 @@ def _repeat(decode: Decode, ids: Sequence[int], tokens: int) -> tuple[list[int],
     return said, statistics.median(decode(ids, tokens)[1] for _ in range(REPEATS))
 
 
-def _in_a_process(arguments: list[str]) -> tuple[list[int], float]:
-    argv = [sys.executable, "-m", "dflash_tools.speed_plain", *arguments]
+def measure_in_a_process(
+    name: str, bundle: Path, model: Path, threads: int, tokens: int
+) -> tuple[list[int], float]:
+    """The same as `measure` in a process of its own.
+
+    Raises:
+        DFlashError: it failed; its last line is the message.
+    """
+    argv = [sys.executable, "-m", "dflash_tools.speed_plain", str(bundle), "--model", str(model)]
+    argv += ["--threads", str(threads), "--tokens", str(tokens), "--only", name]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["no message"]
-        raise DFlashError(f"Measuring {arguments[-1]} failed: {lines[-1].removeprefix('Error: ')}")
+        raise DFlashError(f"Measuring {name} failed: {lines[-1].removeprefix('Error: ')}")
     result = json.loads(done.stdout.splitlines()[-1])
     return list(result["tokens"]), float(result["ms"])
 
