@@ -13,7 +13,7 @@ from tiny_bundle import Sizes, write_bundle
 from dflash_runtime.errors import CheckpointError, OutputError, PromptError
 from dflash_tools import compare_runs, gguf_checkpoint, greedy_identity, proposal_kinds, smollm2
 from dflash_tools.engine_memory import held_against_limits
-from dflash_tools.export_memory import QWEN2_1_5B, qwen2_shapes
+from dflash_tools.export_memory import QWEN2_1_5B, bytes_beyond, qwen2_shapes
 from dflash_tools.human_eval_prompts import human_eval_prompts
 from dflash_tools.peak_memory import own_peak_bytes, run_and_watch
 from dflash_tools.random_drafter import write_random_drafter
@@ -64,6 +64,18 @@ def test_memory_of_a_process_tree_is_seen() -> None:
     assert 150_000_000 < peak.anonymous_bytes < 400_000_000
     assert peak.resident_bytes >= peak.anonymous_bytes
     assert own_peak_bytes() > 10_000_000
+
+
+def test_links_to_the_checkpoint_take_no_room(tmp_path: Path) -> None:
+    checkpoint, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
+    checkpoint.mkdir()
+    (bundle / "weights").mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(bytes(1000))
+    (bundle / "weights" / "target.safetensors").hardlink_to(checkpoint / "model.safetensors")
+    (bundle / "target.onnx").write_bytes(bytes(70))
+    assert bytes_beyond(bundle, checkpoint) == 70
+    (bundle / "weights" / "copy.safetensors").write_bytes(bytes(1000))
+    assert bytes_beyond(bundle, checkpoint) == 1070
 
 
 def test_kinds_of_proposals_are_compared_in_turn(tmp_path: Path) -> None:

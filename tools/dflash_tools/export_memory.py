@@ -114,9 +114,11 @@ def main(
             )
         report = json.loads(output)
         weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        beyond = bytes_beyond(Path(report["path"]), model)
     facts = {
         "model": model.name,
         "weight_bytes": weights,
+        "bytes_beyond_checkpoint": beyond,
         "peak_resident_bytes": peak.resident_bytes,
         "peak_anonymous_bytes": peak.anonymous_bytes,
         "peak_reported_by_build_bytes": report["peak_memory_bytes"],
@@ -128,8 +130,19 @@ def main(
         return
     click.echo(
         f"{model.name}: weights {bytes_text(weights)}, peak resident {bytes_text(peak.resident_bytes)} "
-        f"(mapped files included), of it anonymous at most {bytes_text(peak.anonymous_bytes)}, {seconds:.0f} s"
+        f"(mapped files included), of it anonymous at most {bytes_text(peak.anonymous_bytes)}, {seconds:.0f} s; the "
+        f"bundle takes {bytes_text(beyond)} beyond the checkpoint"
     )
+
+
+def bytes_beyond(bundle: Path, checkpoint: Path) -> int:
+    """What a bundle takes on the disk beside the checkpoint: hard links to its files take nothing.
+
+    A clone shares its blocks too, and is counted all the same: nothing portable says that it is one.
+    """
+    linked = {(file.stat().st_dev, file.stat().st_ino) for file in checkpoint.rglob("*") if file.is_file()}
+    files = [file.stat() for file in bundle.rglob("*") if file.is_file()]
+    return sum(one.st_size for one in files if (one.st_dev, one.st_ino) not in linked)
 
 
 if __name__ == "__main__":
