@@ -28,6 +28,7 @@ FORBIDDEN = {
 # Tools modules that a command opens only once it needs what an extra brings.
 BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} | {
     "gpu_check_bundles",
+    "greedy_check",
     "hollow_bundle",
     "lowered_check",
     "network_weights",

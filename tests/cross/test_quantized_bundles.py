@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pairs import MAIN, Pair, quiet
@@ -13,6 +14,7 @@ from dflash_export.quantization import quantize_options
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.session import Session
+from dflash_tools import greedy_check
 from dflash_tools.pipeline import build
 
 UNTIED = {"tie_word_embeddings": False}
@@ -76,6 +78,27 @@ def test_speculative_and_plain_decoding_say_the_same(bundle: Bundle) -> None:
             for options in ({"plain": True}, {"block_size": 4}, {"block_size": 16})
         ]
     assert said[0] == said[1] == said[2]
+
+
+def test_a_token_that_rounding_does_not_explain_is_found(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = greedy_check.check_own_tokens(bundle.path, bundle.manifest, "ort-cpu")
+    assert [row.tensor for row in rows][:2] == ["plain", "block size 4"] and all(row.passed for row in rows)
+    said = greedy_check._say
+
+    def with_another_token(*arguments: Any) -> dict[str, list[list[int]]]:
+        texts = said(*arguments)
+        texts["block size 4"][1][5] = bundle.manifest.target.vocab_size - 1  # never among the few likely ones
+        return texts
+
+    monkeypatch.setattr(greedy_check, "_say", with_another_token)
+    rows = greedy_check.check_own_tokens(bundle.path, bundle.manifest, "ort-cpu")
+    assert {row.tensor: row.passed for row in rows}["block size 4"] is False
+    assert all(row.passed for row in rows if row.tensor != "block size 4")
+
+
+def test_which_engines_round(bundle: Bundle) -> None:
+    floats = {weight.dtype for name, weight in bundle.manifest.weights.items() if name in bundle.manifest.quantized}
+    assert greedy_check.rounds_activations(bundle, "ort-cpu") == (floats != {"F8_E4M3"})
 
 
 @pytest.mark.slow

@@ -90,6 +90,23 @@ def engine_perplexity(bundle: Bundle, backend: str) -> tuple[float, int]:
     return perplexity(windows, logits), sum(len(window) for window in windows)
 
 
+def exact_logits(bundle: Bundle, most_tokens: int) -> Callable[[Sequence[int]], Array]:
+    """The target lowered as for an engine, activations in fp32: token ids -> logits [n, V] from an empty cache.
+
+    Args:
+        bundle: The bundle.
+        most_tokens: Of any text that is asked for.
+    """
+    runner = _lowered_exactly(bundle, bundle.manifest.target.graph, [_Call(0, {}, most_tokens)])
+
+    def logits(ids: Sequence[int]) -> Array:
+        place = {"position": np.array([0]), "logit_rows": np.arange(len(ids))}
+        found: Array = runner.run(input_ids=np.array([ids]), **place)["logits"][0]
+        return found.copy()
+
+    return logits
+
+
 def check_fused(bundle: Bundle) -> list[CheckRow]:
     """The same for the networks TensorRT engines are built from, computed in fp32 by ONNX Runtime.
 

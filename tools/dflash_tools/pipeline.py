@@ -21,21 +21,18 @@ from dflash_export.build import export_bundle
 from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.build_stages import hash_plan, open_stages
 from dflash_export.drafter_gate import DrafterGate
-from dflash_export.evidence import gate_prompts
 from dflash_export.gate import check_portable, fits_memory
 from dflash_export.memory_release import return_large_blocks
 from dflash_export.parity import PrecisionPasses, require_passed
 from dflash_export.staging import check_output_place, clear_leftovers, resumable_folder, staged_folder, take_place
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle, CheckRow, GraphKind, Manifest, write_text_atomically
 from dflash_runtime.errors import EngineError
-from dflash_runtime.generation import GenerationConfig
-from dflash_runtime.session import Session
+from dflash_tools.greedy_check import check_own_tokens, check_tokens
 from dflash_tools.lowered_check import check_fused, check_lowered, check_perplexity
 from dflash_tools.ring_check import check_rings
 
 Progress = Callable[[str, int, int], None]
 EngineBuilder = Callable[[Bundle, EngineOptions, Progress], BuiltEngines]
-CHECKED_TOKENS = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +99,10 @@ def build(
                 quality = evidence.quantized
                 if quality is not None and (original := quality.original.perplexity) is not None:
                     rows.append(check_perplexity(Bundle.open(root, check_files=False), backend, original))
-                texts = evidence.prompts, evidence.continuations
-                # Rounded activations may say another token than PyTorch; every way of decoding must say the same.
-                texts = _plain_texts(root, manifest, backend) if manifest.quantized else texts
-                rows += check_tokens(root, manifest, backend, *texts)
+                if manifest.quantized:  # another token than PyTorch's may be said where activations are rounded
+                    rows += check_own_tokens(root, manifest, backend)
+                else:
+                    rows += check_tokens(root, manifest, backend, evidence.prompts, evidence.continuations)
                 progress("check lowered", 1, 1)
         engines = []
         if engine_options:
@@ -173,7 +170,7 @@ def add_drafter(
                 rows += check_lowered(Bundle.open(root, check_files=False), backend)
                 rows += check_rings(Bundle.open(root, check_files=False), backend)
                 require_passed(rows)
-                rows += check_tokens(root, manifest, backend, *_plain_texts(root, manifest, backend))
+                rows += check_own_tokens(root, manifest, backend)
         _conclude(root, manifest, rows)
     return _report(bundle_path, started, plan.notes)
 
@@ -209,44 +206,3 @@ def _conclude(root: Path, manifest: Manifest, rows: list[CheckRow]) -> None:
 def _report(path: Path, started: float, notes: list[str]) -> BuildReport:
     manifest = Bundle.open(path, check_files=False).manifest
     return BuildReport(path, manifest, time.monotonic() - started, notes)
-
-
-def check_tokens(
-    root: Path, manifest: Manifest, backend: str, prompts: list[list[int]], continuations: list[list[int]]
-) -> list[CheckRow]:
-    """The runtime's greedy tokens, plain and speculative, against what they should be.
-
-    Args:
-        root: The bundle, with engines.
-        manifest: Its manifest.
-        backend: What executes.
-        prompts: Token ids.
-        continuations: What each prompt must be continued with; they do not stop at stop tokens.
-    """
-    modes: list[tuple[str, dict[str, Any]]] = [("plain", {"plain": True})]
-    if manifest.drafter is not None:
-        modes += [(f"block size {b}", {"block_size": b}) for b in manifest.block_sizes]
-    rows = []
-    with Session.open(root, backend, prefill_chunk_tokens=8) as session:
-        for name, options in modes:
-            differing = count = 0
-            for prompt, expected in zip(prompts, continuations, strict=True):
-                config = GenerationConfig(
-                    max_new_tokens=len(expected), stop_token_ids=[], reuse_prefix=False, **options
-                )
-                found = session.generate(prompt, config).token_ids
-                differing += sum(a != b for a, b in zip(found, expected, strict=False))
-                differing += abs(len(found) - len(expected))
-                count += len(expected)
-            covered = f"{count} greedy tokens after {len(prompts)} prompts"
-            rows.append(CheckRow("tokens", name, float(differing), 0.0, differing == 0, covered))
-    return rows
-
-
-def _plain_texts(root: Path, manifest: Manifest, backend: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and the plain continuations of an engine whose target was checked when the bundle was built."""
-    prompts = gate_prompts(root / "tokenizer" / "tokenizer.json", manifest.target.vocab_size)
-    room = max(1, min(CHECKED_TOKENS, manifest.max_context_tokens - max(len(p) for p in prompts)))
-    config = GenerationConfig(max_new_tokens=room, stop_token_ids=[], plain=True, reuse_prefix=False)
-    with Session.open(root, backend, prefill_chunk_tokens=8) as session:
-        return prompts, [session.generate(prompt, config).token_ids for prompt in prompts]
