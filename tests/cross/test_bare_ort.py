@@ -83,7 +83,8 @@ def test_plain_onnxruntime_says_the_same(built: Make) -> None:
         proposals.append(proposed)
         counts.append(len(committed))
     with Session.open(bundle, threads=1) as session:
-        result = session.generate(PROMPT, GenerationConfig(NEW_TOKENS, block_size=BLOCK, stop_token_ids=[]))
+        config = GenerationConfig(max_new_tokens=NEW_TOKENS, block_size=BLOCK, stop_token_ids=[])
+        result = session.generate(PROMPT, config)
     assert result.token_ids == tokens
     assert result.proposed_ids == proposals
     assert result.acceptance_lengths == counts

@@ -33,7 +33,7 @@ from dflash_export.drafter_config import DFlash2Config
 from dflash_export.drafter_dflash2 import MOST_SLOTS, CandidateSelector
 from dflash_export.drafter_gate import DrafterGate
 from dflash_export.parity import PrecisionPasses
-from dflash_runtime import GenerationConfig, PromptError, Session
+from dflash_runtime import GenerationConfig, Session
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.sampling import TokenChooser
 
@@ -109,20 +109,6 @@ def test_proposals_are_drawn_from_the_selectors_distribution(exported: Make) -> 
         coupled = session.generate(prompt, GenerationConfig(**options, proposals="coupled"))
         sampled = session.generate(prompt, GenerationConfig(**options, proposals="sampled"))
     assert coupled.token_ids == plain.token_ids and len(set(sampled.acceptance_lengths)) > 1
-
-
-def test_a_bundle_without_the_selectors_scores_is_refused_by_name(exported: Make) -> None:
-    bundle = Bundle.open(exported(PAIRS[0]))
-    assert bundle.manifest.drafter is not None
-    graph = bundle.manifest.drafter.graph
-    graph = dataclasses.replace(graph, outputs=[o for o in graph.outputs if o.name != "draft_edges"])
-    drafter = dataclasses.replace(bundle.manifest.drafter, graph=graph)
-    old = dataclasses.replace(bundle.manifest, drafter=drafter)
-    for kind in ("sampled", "coupled"):
-        with pytest.raises(PromptError, match=r"draft_logits, draft_candidates and not draft_edges\. Build"):
-            GenerationConfig(temperature=1.0, proposals=kind).check(old)
-        GenerationConfig(temperature=1.0, proposals=kind, plain=True).check(old)
-    GenerationConfig(temperature=1.0).check(old)
 
 
 @pytest.mark.slow

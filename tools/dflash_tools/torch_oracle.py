@@ -129,6 +129,7 @@ class TorchOracle:
         logits = drafter.logits(hidden[:, 1:])
         anchor = torch.tensor([[ids[0]]])
         made = drafter.outputs(hidden[:, 1:], logits, anchor)
+        del made["draft_ids"]  # tensors are in the order of computation, and these are by definition
         made["draft_ids"] = proposals_by_definition(drafter, hidden, logits, anchor).unsqueeze(2)
         return {**self._in_order(block), **{name: rows_of(tensor.numpy()) for name, tensor in made.items()}}
 
