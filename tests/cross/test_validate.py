@@ -114,7 +114,7 @@ def test_other_architectures(tmp_path: Path, family: str) -> None:
     options = BuildOptions(str(tmp_path / "target"), precision="fp32", max_context_tokens=96)
     export_bundle(plan_build(options), bundle, quiet)
     lower_bundle(bundle)
-    reference = made(bundle)
+    reference = made(bundle, prompts=())  # without a tokenizer they are ids
     for name in ("ort-cpu", "portable"):
         assert validated(bundle, reference, name).passed
     for name in [name for name in opened(bundle).manifest.weights if ".1." in name and "experts.1" not in name]:
