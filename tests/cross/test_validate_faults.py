@@ -13,7 +13,16 @@ from faulty_loops import RUNTIME_FAULTS, RuntimeFault
 from pairs import HALF_PAIRS, quiet
 from planted_faults import FAULTS, Fault
 from planting import NEUTRAL_NODES, NEUTRAL_PLACES, PAIR, graph, insert, overflows_in_half
-from validation_runs import LEVELS, assert_healthy, first_failure, make, ort_cpu, portable, stored
+from validation_runs import (
+    LEVELS,
+    assert_healthy,
+    assert_loop_fault_is_named,
+    first_failure,
+    make,
+    ort_cpu,
+    portable,
+    stored,
+)
 
 from dflash_runtime.bundle import Bundle
 from dflash_tools.graph_probe import ProbeBackend
@@ -47,15 +56,7 @@ def test_a_fault_is_named(healthy: Path, reference: Reference, tmp_path: Path, f
 
 @pytest.mark.parametrize("fault", RUNTIME_FAULTS, ids=lambda fault: fault.backend.__name__)
 def test_a_fault_of_the_loop_is_named(healthy: Path, reference: Reference, fault: RuntimeFault) -> None:
-    class Faulty(BundleEngine):
-        def backend(self) -> ProbeBackend:
-            manifest = self.bundle.manifest
-            return fault.backend(self.probe(manifest.max_context_tokens + 16), manifest, 16)
-
-    verdict = first_failure(healthy, lambda bundle: Faulty(bundle, "ort-cpu", 1), reference)
-    assert verdict is not None and verdict.first is not None
-    found = verdict.first
-    assert (verdict.level, found.graph, found.layer, found.part) == (fault.level, fault.graph, fault.layer, fault.part)
+    assert_loop_fault_is_named(healthy, reference, fault)
 
 
 def test_an_overflow_in_half_precision_is_named(exported: Make, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from planted_faults import Fault, drafter, in_context, in_drafter, in_target, of
 from planting import PAIR, manifest, planted, weight
 from quantized_planting import export_quantized, one_scale_is_wrong, part
 from tiny_models import favour_few_tokens, write_target
-from validation_runs import assert_healthy, first_failure, make, ort_cpu, portable, stored
+from validation_runs import assert_healthy, assert_loop_fault_is_named, first_failure, make, ort_cpu, portable, stored
 
 from dflash_engines.ort_cpu import lower_bundle
 from dflash_export.build import export_bundle
@@ -33,12 +33,10 @@ from dflash_export.build_plan import BuildOptions, plan_build
 from dflash_export.quantization import quantize_options
 from dflash_runtime import BundleError
 from dflash_runtime.bundle import Bundle
-from dflash_tools.graph_probe import ProbeBackend
 from dflash_tools.portable_reference import portable_reference
 from dflash_tools.reference_file import Reference
 from dflash_tools.reference_record import INT8_PRODUCTS
 from dflash_tools.validate_comparison import EXACT_TOLERANCE, Bounds
-from dflash_tools.validate_engine import BundleEngine
 
 PROMPTS = ["sky", "2 + 2"]
 TARGET_ALONE = quantize_options("int4", "keep", "keep")
@@ -111,17 +109,7 @@ def test_a_fault_is_named(healthy: Path, reference: Reference, tmp_path: Path, f
 
 @pytest.mark.parametrize("fault", RUNTIME_FAULTS, ids=lambda fault: fault.backend.__name__)
 def test_a_fault_of_the_loop_is_named(healthy: Path, reference: Reference, fault: RuntimeFault) -> None:
-    class Faulty(BundleEngine):
-        def backend(self) -> ProbeBackend:
-            manifest = self.bundle.manifest
-            return fault.backend(self.probe(manifest.max_context_tokens + 16), manifest, 16)
-
-    verdict = first_failure(healthy, lambda bundle: Faulty(bundle, "ort-cpu", 1), reference)
-    assert verdict is not None and verdict.first is not None
-    found = verdict.first
-    assert (verdict.level, found.graph, found.layer, found.part) == (fault.level, fault.graph, fault.layer, fault.part)
-
-
+    assert_loop_fault_is_named(healthy, reference, fault)
 
 
 FORMATS = Path(__file__).parent / "drafter_formats"

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from faulty_loops import RuntimeFault
 from pairs import quiet
 
 from dflash_runtime.bundle import Bundle
+from dflash_tools.graph_probe import ProbeBackend
 from dflash_tools.reference_building import build_reference
 from dflash_tools.reference_file import Reference, read_reference, write_reference
 from dflash_tools.validate_engine import BundleEngine
@@ -37,6 +39,20 @@ def first_failure(bundle: Path, engine: Any, reference: Reference) -> Verdict | 
         if verdict.status == "failed":
             return verdict
     return None
+
+
+def assert_loop_fault_is_named(bundle: Path, reference: Reference, fault: RuntimeFault) -> None:
+    """A loop that goes wrong over right graphs is caught by its level, with the tensor that shows it first."""
+
+    class Faulty(BundleEngine):
+        def backend(self) -> ProbeBackend:
+            manifest = self.bundle.manifest
+            return fault.backend(self.probe(manifest.max_context_tokens + 16), manifest, 16)
+
+    verdict = first_failure(bundle, lambda opened: Faulty(opened, "ort-cpu", 1), reference)
+    assert verdict is not None and verdict.first is not None
+    found = verdict.first
+    assert (verdict.level, found.graph, found.layer, found.part) == (fault.level, fault.graph, fault.layer, fault.part)
 
 
 def assert_healthy(bundle: Path, engine: Any, reference: Reference) -> None:
