@@ -278,10 +278,9 @@ def decode(kind: Any, data: Any, where: str) -> Any:
         hints = typing.get_type_hints(kind)
         if unknown := sorted(data.keys() - hints.keys()):
             raise BundleError(f"{where} has unknown keys {unknown}. A newer dflash-export wrote it: update.")
-        optional = {f.name for f in dataclasses.fields(kind) if f.default_factory is not dataclasses.MISSING}
-        if missing := sorted(hints.keys() - data.keys() - optional):
+        if missing := sorted(hints.keys() - data.keys()):
             raise BundleError(f"{where} lacks the keys {missing}. Copy or build the bundle again.")
-        values = {key: decode(hints[key], data[key], f"{where}.{key}") for key in hints if key in data}
+        values = {key: decode(hint, data[key], f"{where}.{key}") for key, hint in hints.items()}
         return typing.cast(Any, kind)(**values)
     if origin is list and isinstance(data, list):
         return [decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(data)]

@@ -15,6 +15,7 @@ from planted_faults import FAULTS, Fault
 from planting import NEUTRAL_NODES, NEUTRAL_PLACES, PAIR, graph, insert, overflows_in_half
 from validation_runs import (
     LEVELS,
+    assert_fault_is_named,
     assert_healthy,
     assert_loop_fault_is_named,
     first_failure,
@@ -44,14 +45,7 @@ def reference(healthy: Path, once: Once) -> Reference:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_named(healthy: Path, reference: Reference, tmp_path: Path, fault: Fault) -> None:
-    bundle = shutil.copytree(healthy, tmp_path / "b")
-    fault.change(bundle)
-    verdict = first_failure(bundle, ort_cpu, reference)
-    assert verdict is not None and verdict.first is not None
-    found = verdict.first
-    assert (verdict.level, found.graph, found.layer, found.part) == (fault.level, fault.graph, fault.layer, fault.part)
-    assert fault.tensor in found.tensor and fault.cause in found.cause
-    assert found.found != found.expected
+    assert_fault_is_named(healthy, reference, tmp_path, fault)
 
 
 @pytest.mark.parametrize("fault", RUNTIME_FAULTS, ids=lambda fault: fault.backend.__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,15 @@ from planted_faults import Fault, drafter, in_context, in_drafter, in_target, of
 from planting import PAIR, manifest, planted, weight
 from quantized_planting import export_quantized, one_scale_is_wrong, part
 from tiny_models import favour_few_tokens, write_target
-from validation_runs import assert_healthy, assert_loop_fault_is_named, first_failure, make, ort_cpu, portable, stored
+from validation_runs import (
+    assert_fault_is_named,
+    assert_healthy,
+    assert_loop_fault_is_named,
+    make,
+    ort_cpu,
+    portable,
+    stored,
+)
 
 from dflash_engines.ort_cpu import lower_bundle
 from dflash_export.build import export_bundle
@@ -98,13 +105,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_named(healthy: Path, reference: Reference, tmp_path: Path, fault: Fault) -> None:
-    bundle = shutil.copytree(healthy, tmp_path / "b")
-    fault.change(bundle)
-    verdict = first_failure(bundle, ort_cpu, reference)
-    assert verdict is not None and verdict.first is not None
-    found = verdict.first
-    assert (verdict.level, found.graph, found.layer, found.part) == (fault.level, fault.graph, fault.layer, fault.part)
-    assert fault.tensor in found.tensor and fault.cause in found.cause
+    assert_fault_is_named(healthy, reference, tmp_path, fault)
 
 
 @pytest.mark.parametrize("fault", RUNTIME_FAULTS, ids=lambda fault: fault.backend.__name__)

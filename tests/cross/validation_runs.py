@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from faulty_loops import RuntimeFault
 from pairs import quiet
+from planted_faults import Fault
 
 from dflash_runtime.bundle import Bundle
 from dflash_tools.graph_probe import ProbeBackend
@@ -39,6 +41,18 @@ def first_failure(bundle: Path, engine: Any, reference: Reference) -> Verdict | 
         if verdict.status == "failed":
             return verdict
     return None
+
+
+def assert_fault_is_named(healthy: Path, reference: Reference, folder: Path, fault: Fault) -> None:
+    """A fault planted in a copy is caught by its level, with the tensor that shows it first and its cause."""
+    bundle = shutil.copytree(healthy, folder / "b")
+    fault.change(bundle)
+    verdict = first_failure(bundle, ort_cpu, reference)
+    assert verdict is not None and verdict.first is not None
+    found = verdict.first
+    assert (verdict.level, found.graph, found.layer, found.part) == (fault.level, fault.graph, fault.layer, fault.part)
+    assert fault.tensor in found.tensor and fault.cause in found.cause
+    assert found.found != found.expected
 
 
 def assert_loop_fault_is_named(bundle: Path, reference: Reference, fault: RuntimeFault) -> None:

@@ -18,6 +18,7 @@ from dflash_tools.engine_options import (
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.option_values import read_template_args
 from dflash_tools.progress import ProgressLine
+from dflash_tools.quantization_options import quantization_options
 
 
 @click.command("build", cls=DFlashCommand, short_help="Export checkpoints into a checked bundle.")
@@ -34,25 +35,7 @@ from dflash_tools.progress import ProgressLine
     show_default=True,
     help="Round the matrices of the target's layers: int8, fp8 with a scale a channel; int4 with one a group.",
 )
-@click.option(
-    "--quantize-head",
-    type=click.Choice(["keep", "int8", "int4", "fp8"]),
-    default="keep",
-    show_default=True,
-    help="The same for the output head, and for the embedding where it is the same table.",
-)
-@click.option(
-    "--quantize-drafter",
-    type=click.Choice(["keep", "int8", "int4", "fp8"]),
-    default="keep",
-    show_default=True,
-    help="The same for the drafter's own matrices.",
-)
-@click.option(
-    "--group-size", type=click.Choice(["32", "64", "128"]), default="32", show_default=True,
-    help="int4: inputs that share a scale.",
-)
-@click.option("--asymmetric", is_flag=True, help="int4: a zero point for each group.")
+@quantization_options
 @click.option(
     "--block-size",
     "block_sizes",

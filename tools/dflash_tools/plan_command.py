@@ -12,6 +12,7 @@ from dflash_tools.plan_options import NEWEST_TENSORRT, settle_options
 from dflash_tools.plan_proposals import propose
 from dflash_tools.plan_report import plan_facts, plan_lines
 from dflash_tools.plan_sources import find_pair
+from dflash_tools.quantization_options import quantization_options
 from dflash_tools.resource_plan import Place, make_plan, place_on
 from dflash_tools.this_device import find_this_device
 
@@ -25,28 +26,7 @@ from dflash_tools.this_device import find_this_device
     type=click.Choice(["fp16", "bf16", "int8", "int4", "fp8"]),
     help="Of the target's layers; below 16 bit as build --quantize stores them. [default: the checkpoint's, or fp16]",
 )
-@click.option(
-    "--quantize-head",
-    "--table-precision",
-    "table_precision",
-    type=click.Choice(["keep", "int8", "int4", "fp8"]),
-    default="keep",
-    show_default=True,
-    help="Of the head, and of an embedding that is the head too.",
-)
-@click.option(
-    "--quantize-drafter",
-    "drafter_precision",
-    type=click.Choice(["keep", "int8", "int4", "fp8"]),
-    default="keep",
-    show_default=True,
-    help="Of the drafter's own matrices.",
-)
-@click.option(
-    "--group-size", type=click.Choice(["32", "64", "128"]), default="32", show_default=True,
-    help="int4: inputs that share a scale.",
-)
-@click.option("--asymmetric", is_flag=True, help="int4: a zero point for each group.")
+@quantization_options
 @click.option(
     "--max-context", type=int, metavar="N", help="Most tokens a request may hold. [default: 4096, or the model's limit]"
 )
@@ -68,8 +48,8 @@ def command(
     drafter: str | None,
     device: str,
     precision: str | None,
-    table_precision: str,
-    drafter_precision: str,
+    quantize_head: str,
+    quantize_drafter: str,
     group_size: str,
     asymmetric: bool,
     max_context: int | None,
@@ -86,7 +66,7 @@ def command(
     place = _place(device)
     pair = find_pair(target, drafter)
     options = settle_options(
-        pair, precision, table_precision, max_context, block_sizes, drafter_precision, int(group_size),
+        pair, precision, quantize_head, max_context, block_sizes, quantize_drafter, int(group_size),
         not asymmetric, tensorrt,
     )  # fmt: skip
     plan = make_plan(pair, place, options)
