@@ -9,8 +9,8 @@ from importlib.metadata import version
 
 import onnx_ir as ir
 
+from dflash_engines.draft_windows import DRAFT_WINDOW, drafter_rings
 from dflash_engines.engine_writing import host_record, write_engine
-from dflash_engines.passes.cached_attention import find_cached_attention
 from dflash_engines.passes.constant_reshape import ConstantReshapePass
 from dflash_engines.passes.float8_weights import Float8WeightsPass
 from dflash_engines.passes.group_query_attention import GroupQueryAttentionPass
@@ -28,7 +28,7 @@ from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.uncut_rows import UncutRowsPass
 from dflash_engines.passes.window_rings import WindowRingsPass
 from dflash_engines.portable_graph import load_portable
-from dflash_runtime.bundle import Bundle, GraphKind, Manifest
+from dflash_runtime.bundle import Bundle, GraphKind
 from dflash_runtime.engine_record import HostEngineRecord, open_engine
 from dflash_runtime.errors import EngineError
 from dflash_runtime.window_rings import Ring
@@ -75,13 +75,13 @@ def lower_bundle(
     if bundle.manifest.quantized:
         versions["activations"] = activations
     if draft_window_tokens is not None:
-        versions["draft_window"] = str(draft_window_tokens)
+        versions[DRAFT_WINDOW] = str(draft_window_tokens)
     present = _fitting_record(bundle, versions)
     if present is not None:
         return present
     files = bundle.manifest.graph_files()
     portable = {kind: load_portable(bundle, file) for kind, file in files.items()}
-    rings = drafter_rings(bundle.manifest, portable.get("drafter"), draft_window_tokens)
+    rings = drafter_rings(bundle.manifest, draft_window_tokens)
     lowered: dict[str, ir.Model] = {}
     for kind, file in files.items():
         if progress is not None:
@@ -141,36 +141,6 @@ def lower_model(
         lower(lowered)
         _check(lowered, kind, interface, type(lower).__name__, before)
     return lowered
-
-
-def drafter_rings(
-    manifest: Manifest, drafter: ir.Model | None, draft_window_tokens: int | None = None
-) -> dict[str, Ring]:
-    """Cache input -> ring, for the drafter's caches of which attention sees less than the context.
-
-    Args:
-        manifest: Of the bundle.
-        drafter: The portable graph that drafts; its layers state their windows.
-        draft_window_tokens: Window of the layers that have none.
-
-    Raises:
-        EngineError: this window is shorter than a block, or does not end before the context; or there is no drafter.
-    """
-    block, context = max(manifest.block_sizes), manifest.max_context_tokens
-    fits = drafter is not None and block <= (draft_window_tokens or block) <= context - block
-    if draft_window_tokens is not None and not fits:
-        has = "no drafter" if drafter is None else f"blocks of {block} and a context of {context} tokens"
-        raise EngineError(
-            f"A draft window of {draft_window_tokens} tokens is asked for, and the bundle has {has}. "
-            f"Give one from {block} to {context - block} to a bundle with a drafter, or leave it out."
-        )
-    rings: dict[str, Ring] = {}
-    for attention in [] if drafter is None else find_cached_attention(drafter):
-        window = attention.window_tokens or draft_window_tokens
-        if window is not None and window + block - 1 < context:
-            caches = (attention.key_scatter.inputs[0], attention.value_scatter.inputs[0])
-            rings |= {str(cache.name): Ring(window, window + block - 1) for cache in caches if cache is not None}
-    return rings
 
 
 def _fitting_record(bundle: Bundle, versions: dict[str, str]) -> HostEngineRecord | None:

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from dflash_engines.acceptance_graph import ACCEPTANCE, acceptance_model
 from dflash_engines.call_profiles import call_profiles
 from dflash_engines.candidates_graph import CANDIDATES, candidates_model
+from dflash_engines.draft_windows import DRAFT_WINDOW, drafter_rings
 from dflash_engines.engine_writing import write_engine
 from dflash_engines.fp16_graphs import load_for_precision
 from dflash_engines.passes.constant_reshape import ConstantReshapePass
@@ -30,6 +31,7 @@ from dflash_engines.passes.row_gather import RowGatherPass
 from dflash_engines.passes.scatter_rows import ScatterRowsPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.weight_inputs import WeightInputsPass, read_weight_inputs
+from dflash_engines.passes.window_rows import WindowRowsPass
 from dflash_runtime.bundle import Bundle, GraphKind, file_facts
 from dflash_runtime.device_engine import (
     STOP_ID_SLOTS,
@@ -40,6 +42,7 @@ from dflash_runtime.device_engine import (
 )
 from dflash_runtime.engine_record import engine_folder
 from dflash_runtime.errors import EngineError
+from dflash_runtime.window_rings import Ring
 
 BACKEND = "ort-cuda"
 Progress = Callable[[str, int, int], None]
@@ -59,12 +62,15 @@ _HALF = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 # Opset 24 is wanted by TensorScatter and the valid length of Attention alone, and neither is left.
 _OPSET = 23
 _MAKERS = ("dflash-export", "onnx", "onnx-ir")
+# One more with each change to what the passes make, as the package's version may stay the same.
+_LOWERING_REVISION = 1
 _CHUNK_TOKENS = 128
 """Most prompt tokens of a call; a session may take fewer."""
 
 
 def lower_bundle(
-    bundle: Bundle | str | os.PathLike[str], precision: str | None = None, progress: Progress | None = None
+    bundle: Bundle | str | os.PathLike[str], precision: str | None = None, progress: Progress | None = None,
+    draft_window_tokens: int | None = None,
 ) -> DeviceEngineRecord:
     """Writes `engines/ort-cuda` for a bundle, unless one made from the same graphs by the same versions is there.
 
@@ -72,13 +78,15 @@ def lower_bundle(
         bundle: The bundle, or its folder.
         precision: fp16 or bf16; None for the bundle's own.
         progress: Called with stage, graphs done, graphs in all.
+        draft_window_tokens: Drafter layers without a window get this one: other proposals, the same text.
 
     Returns:
         The record of the engine.
 
     Raises:
         BundleError: the bundle is missing, incomplete or altered.
-        EngineError: an fp32 bundle without `precision`, or a graph the provider has no kernels for.
+        EngineError: an fp32 bundle without `precision`, a graph the provider has no kernels for, or a window that is
+            not one between block and context.
         OutputError: the folder cannot be written.
     """
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
@@ -88,21 +96,25 @@ def lower_bundle(
             "build one without --quantize."
         )
     wanted = precision or bundle.manifest.precision
-    versions = {name: version(name) for name in _MAKERS}
+    versions = {name: version(name) for name in _MAKERS} | {"lowering": str(_LOWERING_REVISION)}
+    if draft_window_tokens is not None:
+        versions[DRAFT_WINDOW] = str(draft_window_tokens)
     present = _fitting_record(bundle)
     if present is not None and (present.versions, present.execution_precision) == (versions, wanted):
         return present
+    rings = drafter_rings(bundle.manifest, draft_window_tokens, max(*bundle.manifest.block_sizes, _CHUNK_TOKENS))
     lowered: dict[str, ir.Model] = {}
     files = bundle.manifest.graph_files()
     for kind, file in files.items():
         if progress is not None:
             progress("lower", len(lowered), len(files))
-        lowered[kind] = lower_model(load_for_precision(bundle, kind, file, wanted), kind, wanted)
-    return write_graphs(bundle, lowered, versions, wanted)
+        own = {} if kind == "target" else rings
+        lowered[kind] = lower_model(load_for_precision(bundle, kind, file, wanted), kind, wanted, own)
+    return write_graphs(bundle, lowered, versions, wanted, rings)
 
 
-def write_graphs(bundle: Bundle, lowered: Mapping[str, ir.Model], versions: dict[str, str], precision: str
-                 ) -> DeviceEngineRecord:
+def write_graphs(bundle: Bundle, lowered: Mapping[str, ir.Model], versions: dict[str, str], precision: str,
+                 rings: dict[str, Ring]) -> DeviceEngineRecord:
     """Writes lowered graphs, by kind, acceptance, candidates and their record; errors as of `write_engine`."""
     manifest = bundle.manifest
     lowered = {**lowered, ACCEPTANCE: acceptance_model(STOP_ID_SLOTS),
@@ -122,7 +134,7 @@ def write_graphs(bundle: Bundle, lowered: Mapping[str, ir.Model], versions: dict
         bundle, BACKEND, {names[kind]: model for kind, model in lowered.items()},
         lambda folder: DeviceEngineRecord(
             DeviceEngineRecord.SCHEMA_VERSION, BACKEND, source, file_facts(folder, names.values()), precision, versions,
-            None, None, "fused", "shared", capacity, block_sizes, _CHUNK_TOKENS, engines,
+            rings, None, None, "fused", "shared", capacity, block_sizes, _CHUNK_TOKENS, engines,
         ),
     )  # fmt: skip
 
@@ -131,19 +143,20 @@ def _fitting_record(bundle: Bundle) -> DeviceEngineRecord | None:
     """What lies there; None where it is missing, damaged or of other graphs, each a reason to make it anew."""
     try:
         record = DeviceEngineRecord.read(engine_folder(bundle, BACKEND), "")
-        check_device_engine(record, bundle, tensorrt_version=None, compute_capability="", remedy="")
+        check_device_engine(record, bundle, None, "", "")
     except EngineError:
         return None
     return record
 
 
-def lower_model(model: ir.Model, kind: GraphKind, precision: str) -> ir.Model:
+def lower_model(model: ir.Model, kind: GraphKind, precision: str, rings: Mapping[str, Ring] | None = None) -> ir.Model:
     """Lowers one portable graph.
 
     Args:
         model: The portable graph in fp16 or bf16; left as it is.
         kind: Which of the three graphs it is.
         precision: fp16 or bf16, what the graph's half-precision values become. What it computes in fp32 stays fp32.
+        rings: Cache input -> the ring it becomes; the others stay as long as the context.
 
     Returns:
         A new model: the portable one's inputs and outputs, then the weights as inputs in the type they are read in
@@ -159,6 +172,7 @@ def lower_model(model: ir.Model, kind: GraphKind, precision: str) -> ir.Model:
     lowered = model.clone()
     if not any(v.dtype in HALF_TYPES for v in (*lowered.graph.inputs, *lowered.graph.initializers.values())):
         raise EngineError(f"The {kind} graph is fp32; {BACKEND} needs a bundle of --precision bf16 or fp16.")
+    WindowRowsPass(rings or {})(lowered)
     interface = [[value.name for value in values] for values in (lowered.graph.inputs, lowered.graph.outputs)]
     for lower in (
         RetypeHalfPass(half),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
@@ -18,11 +19,13 @@ from dflash_engines.passes.position_tables import PositionTablesPass
 from dflash_engines.passes.retype_half import RetypeHalfPass
 from dflash_engines.passes.signed_weights import SignedPart, SignedWeightsPass
 from dflash_engines.passes.weight_inputs import WeightInput, WeightInputsPass
+from dflash_engines.passes.window_rows import WindowRowsPass
 from dflash_engines.primitive_form import lower_primitive
 from dflash_engines.tensorrt_versions import VersionRow
 from dflash_runtime.bundle import GraphKind
 from dflash_runtime.device_engine import STOP_ID_SLOTS
 from dflash_runtime.errors import EngineError
+from dflash_runtime.window_rings import Ring
 
 HALF_TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 CAPACITY = "T"
@@ -51,7 +54,7 @@ class Network:
 
 
 def make_network(model: ir.Model, kind: GraphKind, row: VersionRow, *, precision: str, capacity_rows: int,
-                 share_weights: bool, fp32_residuals: bool = False) -> Network:
+                 share_weights: bool, fp32_residuals: bool = False, rings: Mapping[str, Ring] | None = None) -> Network:
     """Prepares one portable graph for a TensorRT.
 
     Args:
@@ -62,6 +65,7 @@ def make_network(model: ir.Model, kind: GraphKind, row: VersionRow, *, precision
         capacity_rows: Rows of every cache; the fused form needs them fixed.
         share_weights: Weights become inputs; else they stay where they are and the engine holds a copy.
         fp32_residuals: What layers add up is summed in fp32.
+        rings: Cache input -> the ring it becomes; the others stay as long as the context.
 
     Raises:
         EngineError: a precision TensorRT has no fused kernels for, or a graph this TensorRT does not take.
@@ -71,6 +75,7 @@ def make_network(model: ir.Model, kind: GraphKind, row: VersionRow, *, precision
     signing = SignedWeightsPass(HALF_TYPES[precision])
     signed = model.clone()
     signing(signed)
+    WindowRowsPass(rings or {})(signed)
     lowered = lower_fused(signed) if row.form == "fused" else lower_primitive(signed, kind)
     RetypeHalfPass(HALF_TYPES[precision])(lowered)
     if fp32_residuals:

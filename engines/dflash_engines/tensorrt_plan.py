@@ -16,6 +16,7 @@ from dflash_engines.build_process import FinishedBuild, run_build
 from dflash_engines.builder_memory import builder_peak_bytes
 from dflash_engines.call_profiles import call_profiles
 from dflash_engines.candidates_graph import CANDIDATES
+from dflash_engines.draft_windows import DRAFT_WINDOW, drafter_rings
 from dflash_engines.fp16_graphs import fp16_warnings, load_for_precision
 from dflash_engines.passes.signed_weights import SIGNED_FILE
 from dflash_engines.signed_weight_file import write_signed_weights
@@ -53,6 +54,8 @@ class EngineOptions:
     """fp16 or bf16; None for that of the bundle."""
     fp32_residuals: bool = False
     """Sum what layers add in fp32."""
+    draft_window_tokens: int | None = None
+    """Drafter layers without a window get this one: other proposals, the same text."""
     max_build_memory_bytes: int | None = None
     use_cache: bool = True
     """Take an engine that was built before for another bundle of the shape, and keep new ones for the next."""
@@ -117,6 +120,7 @@ class EnginePlan:
                 f"Block sizes {list(options.block_sizes)} do not fit the bundle, which takes 2 to {largest}."
             )
         self.chunk = options.prefill_chunk_tokens
+        self.rings = drafter_rings(manifest, options.draft_window_tokens, max(self.chunk, *self.block_sizes, 1))
         self.capacity_rows = manifest.max_context_tokens + max(largest, self.chunk)
         self.graphs = {str(kind): file for kind, file in manifest.graph_files().items()}
         self.kinds = [*self.graphs, ACCEPTANCE, CANDIDATES]
@@ -132,7 +136,7 @@ class EnginePlan:
             load_for_precision(self.bundle, kind, self.graphs[kind], self.precision), kind, self.row,  # type: ignore[arg-type]
             precision=self.precision,
             capacity_rows=self.capacity_rows, share_weights=self.options.weights_mode == "shared",
-            fp32_residuals=self.options.fp32_residuals,
+            fp32_residuals=self.options.fp32_residuals, rings={} if kind == "target" else self.rings,
         )  # fmt: skip
 
     def profiles(self, kind: str) -> list[EngineProfile]:
@@ -214,6 +218,9 @@ class EnginePlan:
         """The record of the finished engines."""
         manifest = self.bundle.manifest
         files = file_facts(folder, [engine.file for engine in engines])
+        versions = {name: version(name) for name in ("dflash-export", "onnx-ir", "polygraphy")}
+        if self.options.draft_window_tokens is not None:
+            versions[DRAFT_WINDOW] = str(self.options.draft_window_tokens)
         return DeviceEngineRecord(
             schema_version=DeviceEngineRecord.SCHEMA_VERSION,
             backend=self.options.backend,
@@ -228,7 +235,8 @@ class EnginePlan:
             source={name: manifest.files[name].sha256 for name in self.graphs.values()},
             engines=engines,
             files=files,
-            versions={name: version(name) for name in ("dflash-export", "onnx-ir", "polygraphy")},
+            versions=versions,
+            rings=self.rings,
         )
 
     def weight_bytes(self, engines: Sequence[GraphEngine]) -> tuple[int, int]:

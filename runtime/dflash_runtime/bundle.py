@@ -62,9 +62,8 @@ class StateTensor:
         """The shape with its letters filled in; EngineError for a kind of state this runtime does not keep."""
         sizes = [{"B": 1, "T": capacity_rows}.get(d) if isinstance(d, str) else d for d in self.shape]
         if self.kind not in STATE_KINDS or self.rollback != "length" or len(sizes) != 4 or None in sizes:
-            found = f"{self.kind!r} {self.shape} with rollback {self.rollback!r}"
-            kept = " and ".join(STATE_KINDS)
-            raise EngineError(f"State {self.input} is {found}; this version keeps {kept} with 'length'. Update.")
+            raise EngineError(f"State {self.input} is {self.kind!r} {self.shape} with rollback {self.rollback!r}; this "
+                              f"version keeps {' and '.join(STATE_KINDS)} with 'length'. Update.")
         return typing.cast("tuple[int, int, int, int]", tuple(sizes))
 
 

@@ -16,11 +16,15 @@ from dflash_runtime.backend import Round
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.device import Array, Buffer, Device
 from dflash_runtime.device_caches import DeviceCaches
-from dflash_runtime.device_engine import BoundWeight, DeviceEngineRecord, find_device_engine, row_outputs
+from dflash_runtime.device_engine import (
+    BoundWeight, DeviceEngineRecord, check_device_engine, device_tag, engine_folders, row_outputs,
+)  # fmt: skip
 from dflash_runtime.device_graph import DeviceGraph
 from dflash_runtime.device_numbers import PLACES, DeviceNumbers
 from dflash_runtime.device_weights import WeightPlaces, WeightSource, upload_weights
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME
 from dflash_runtime.errors import BackendError, EngineError
+from dflash_runtime.window_rings import RingRows
 
 _ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _RENAMED = {
@@ -76,11 +80,14 @@ class DeviceBackend:
                 f"Caches of {layouts} rows, each at least twice the one before, do not hold a context of "
                 f"{manifest.max_context_tokens} and {rows} rows of a call. {remedy}"
             )
-        states, mask_token_id = {"target": manifest.target.graph.state}, 0
+        states, mask_token_id = {"target": manifest.target.graph.state, "drafter": [], "rings": []}, 0
         if manifest.drafter is not None:
-            states["drafter"], mask_token_id = manifest.drafter.context_graph.state, manifest.drafter.mask_token_id
+            mask_token_id = manifest.drafter.mask_token_id
+            for tensor in manifest.drafter.context_graph.state:
+                states["rings" if tensor.input in record.rings else "drafter"].append(tensor)
         self._numbers, item = DeviceNumbers(device, rows, mask_token_id), _ITEM_BYTES[record.execution_precision]
-        self._caches = {key: DeviceCaches(device, s, item, layouts) for key, s in states.items()}
+        self._ring_rows, sizes = RingRows(record.rings.values()), {"rings": [r.rows for r in record.rings.values()][:1]}
+        self._caches = {key: DeviceCaches(device, s, item, sizes.get(key) or layouts) for key, s in states.items()}
         self.buffers = self._bind(partial(weights, device, bundle))
         outputs = {"target": [o for o in manifest.target.graph.outputs if o.name == "logits"],
                    "candidates": row_outputs(manifest.target.vocab_size),
@@ -97,12 +104,13 @@ class DeviceBackend:
     def _bind(self, load: Callable[[Iterable[BoundWeight]], WeightPlaces]) -> dict[str, dict[str, Buffer]]:
         """Binds every profile; (kind, I/O tensor) -> its memory, caches apart. The taps of two graphs are one."""
         weights = load([bound for graph in self._graphs.values() for bound in graph.facts.weights])
-        shared, found = dict(self._numbers.buffers), dict[str, dict[str, Buffer]]()
+        rings, found = self._caches["rings"], dict[str, dict[str, Buffer]]()
+        shared = {**self._numbers.buffers, **rings.tensors(rings.layout_rows)}
         for kind, graph in self._graphs.items():
             own = found[kind] = dict(shared)
             own |= {bound.input: weights[bound.weight, bound.dtype] for bound in graph.facts.weights}
             own |= {tensor: shared[name] for tensor, name in _RENAMED.get(kind, {}).items()}
-            caches = self._caches["target" if kind == "target" or "drafter" not in self._caches else "drafter"]
+            caches = self._caches["target" if kind == "target" else "drafter"]
             of_caches = caches.tensors(caches.layout_rows)
             for tensor, size in graph.sizes_bytes().items():
                 if tensor not in own and tensor not in of_caches:
@@ -118,7 +126,8 @@ class DeviceBackend:
         while self._unread:
             self.read_cycle()
         self._numbers.wait()
-        kept_rows = 0 if self._not_finite else kept_rows
+        kept_rows = self._ring_rows.keep(0 if self._not_finite else kept_rows)
+        self._numbers.said["first_row"][0] = self._ring_rows.first
         for caches in self._caches.values():
             caches.reset(kept_rows, clear=self._not_finite)
         if self._not_finite:
@@ -154,9 +163,9 @@ class DeviceBackend:
 
     def candidates(self, rows: int, temperature: float) -> tuple[Array, Array, Array]:
         """See `CandidateSource.candidates`."""
-        self._numbers.say_temperature(temperature)
+        self._numbers.say_one("temperature", np.float32(temperature))
         graph = self._graphs["candidates"]
-        graph.enqueue(graph.pick(rows, 0, 0))
+        graph.contexts[graph.pick(rows, 0, 0)].enqueue()
         found = self.outputs("candidates", rows)
         return found["candidate_ids"], found["candidate_values"], found["candidate_total"]
 
@@ -172,16 +181,15 @@ class DeviceBackend:
 
     def enqueue_cycle(self, block_size: int) -> None:
         """See `Cycles.enqueue_cycle`."""
+        self._make_room(self._position)
         place, self._enqueued = self._enqueued % PLACES, self._enqueued + 1
         if block_size in self._captured:
             self._captured[block_size]()
             self._numbers.download(place)
         else:
-            self._propose_and_accept(block_size)
-            self._numbers.download(place)  # the rest need not be waited for
-            self._append_and_advance(block_size)
+            self._cycle(block_size, partial(self._numbers.download, place))
             if self._captures:  # only now, as libraries prepare things the first time
-                self._captured[block_size] = self.device.capture(partial(self._whole_cycle, block_size))
+                self._captured[block_size] = self.device.capture(partial(self._cycle, block_size))
         self._unread.append((place, block_size))
 
     def read_cycle(self) -> Round:
@@ -198,23 +206,19 @@ class DeviceBackend:
         self._captured, self._graphs = {}, {}
         self.device.close()
 
-    def _whole_cycle(self, block_size: int) -> None:
-        self._propose_and_accept(block_size)
-        self._append_and_advance(block_size)
-
-    def _propose_and_accept(self, block_size: int) -> None:
+    def _cycle(self, block_size: int, accepted: Callable[[], None] = lambda: None) -> None:
+        """Enqueues a cycle; `accepted` is called where all is found, as what follows need not be waited for."""
         numbers, position = self._numbers, self._position
-        numbers.set_rows(block_size)
+        numbers.copy("rows", "sizes", block_size)
         if block_size > 1:
-            numbers.anchor_to_drafter()
+            numbers.copy("draft_input", "input_ids")  # the anchor, before the masks
             self._run("drafter", block_size, 0, position)
-            numbers.proposals_to_block(block_size - 1)
+            numbers.copy("input_ids", "draft_ids", to_index=1, count=block_size - 1)
         self._run("target", block_size, block_size, position)
         self._run("acceptance", block_size, 0, position)
-
-    def _append_and_advance(self, block_size: int) -> None:
-        self.append_context(block_size, self._position)
-        self._numbers.advance()
+        accepted()
+        self.append_context(block_size, position)
+        numbers.advance()
 
     def _run_target(self, ids: Sequence[int], position: int, logit_rows: Sequence[int]) -> list[int]:
         self._numbers.say(ids, position, logit_rows)
@@ -226,16 +230,26 @@ class DeviceBackend:
 
     def _run(self, kind: str, rows: int, logit_rows: int, position: int) -> None:
         """Enqueues a graph. `position` is for the primitive form: the other one reads it on the device."""
+        self._make_room(position)
         for caches in self._caches.values():
             caches.make_room(position + rows, position)
         graph = self._graphs[kind]
         profile = graph.pick(rows, logit_rows, self._caches["target"].layout_rows)
-        graph.enqueue(profile)
+        graph.contexts[profile].enqueue()
         if not self._fused and kind in ("target", "drafter_context"):
             # The rows it handed back, never those it pads, are copied to the caches.
-            caches = self._caches["target" if kind == "target" else "drafter"]
-            sources = [self.buffers[kind][f"new_rows.{i}"].address for i in range(len(caches.groups))]
-            caches.commit(sources, profile.rows, rows, position)
+            sources = (self.buffers[kind][f"new_rows.{i}"].address for i in itertools.count())
+            for key in ("target",) if kind == "target" else ("drafter", "rings"):
+                slot = position - (self._ring_rows.first if key == "rings" else 0)
+                self._caches[key].commit(sources, profile.rows, rows, slot)
+
+    def _make_room(self, position: int) -> None:
+        """Moves the rows of rings where a call might not fit behind them; what runs may be so many tokens ahead."""
+        end = position + sum(dict(self._unread).values())
+        if moved := self._ring_rows.make_room(position, end + self.call_rows):
+            self._numbers.wait()  # what is said may change
+            self._caches["rings"].slide(moved, end - self._ring_rows.first)
+            self._numbers.say_one("first_row", np.int64(self._ring_rows.first))
 
 
 def open_engines(name: str, bundle: Bundle, device: Device, prefill_chunk_tokens: int,
@@ -248,8 +262,12 @@ def open_engines(name: str, bundle: Bundle, device: Device, prefill_chunk_tokens
         EngineError: there are none, or they were made for another GPU, TensorRT or bundle.
         BackendError: the device has too little memory.
     """
-    folder, record = find_device_engine(name, bundle, modes, device.tensorrt_version, device.compute_capability,
-                                        _remedy(name, bundle))
+    made_for = None if device.tensorrt_version is None else device.compute_capability
+    own = [folder for mode in modes for folder in engine_folders(bundle, device_tag(name, made_for, mode))]
+    others = sorted((bundle.path / "engines").glob(f"{name}-sm*"))  # their record says what they are for
+    folder = next((folder for folder in (*own, *others) if (folder / ENGINE_RECORD_NAME).is_file()), own[0])
+    record = DeviceEngineRecord.read(folder, _remedy(name, bundle))
+    check_device_engine(record, bundle, device.tensorrt_version, device.compute_capability, _remedy(name, bundle))
     return DeviceBackend(name, bundle, device, folder, record, prefill_chunk_tokens, **options)
 
 

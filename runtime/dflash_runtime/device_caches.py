@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dflash_runtime.bundle import StateTensor
 from dflash_runtime.device import Buffer, Device, aligned
@@ -68,14 +68,22 @@ class DeviceCaches:
                     self._device.copy_rows(new, size, old, size, size, 1)
         self.layout_rows = wanted
 
-    def commit(self, new_rows: Sequence[int], call_rows: int, rows: int, position: int) -> None:
-        """Copies the first `rows` of the `call_rows` rows a call handed back, group by group, to row `position`."""
-        for group, source in zip(self.groups, new_rows, strict=True):
+    def slide(self, moved: int, rows: int) -> None:
+        """Moves `rows` rows to the front, from `moved` slots behind it."""
+        for group in self.groups:
+            pitch, size = self.layout_rows * group.row_bytes, rows * group.row_bytes
+            for index in range(len(group.members)):
+                front = group.address(index, 0, self.layout_rows)
+                self._device.copy_rows(front, pitch, front + moved * group.row_bytes, pitch, size, group.heads)
+
+    def commit(self, new_rows: Iterator[int], call_rows: int, rows: int, slot: int) -> None:
+        """Copies the first `rows` of the `call_rows` rows a call handed back, group by group, to `slot`."""
+        for group, source in zip(self.groups, new_rows, strict=False):  # the rest is for other caches
             pitch, source_pitch = self.layout_rows * group.row_bytes, call_rows * group.row_bytes
             gapless = group.stride(self.layout_rows) == group.heads * pitch
             for index in range(1 if gapless else len(group.members)):
                 self._device.copy_rows(
-                    group.address(index, 0, self.layout_rows) + position * group.row_bytes, pitch,
+                    group.address(index, 0, self.layout_rows) + slot * group.row_bytes, pitch,
                     source + index * group.heads * source_pitch, source_pitch,
                     rows * group.row_bytes, group.heads * (len(group.members) if gapless else 1),
                 )  # fmt: skip

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_runtime.bundle import Bundle, TensorFacts, cache_root
-from dflash_runtime.engine_record import ENGINE_RECORD_NAME, EngineRecord, source_problems
+from dflash_runtime.engine_record import EngineRecord, source_problems
 from dflash_runtime.errors import EngineError
 
 STOP_ID_SLOTS = 32
@@ -70,7 +69,7 @@ class GraphEngine:
 class DeviceEngineRecord(EngineRecord):
     """That of a folder of engines for `ort-cuda`, `tensorrt` or `tensorrt-rtx`."""
 
-    SCHEMA_VERSION = 2
+    SCHEMA_VERSION = 3
 
     tensorrt_version: str | None
     compute_capability: str | None
@@ -96,25 +95,7 @@ def engine_folders(bundle: Bundle, tag: str) -> list[Path]:
     return [bundle.path / "engines" / tag, cache_root() / "engines" / bundle.cache_key() / tag]
 
 
-def find_device_engine(
-    name: str, bundle: Bundle, modes: Sequence[str], tensorrt_version: str | None, compute_capability: str, remedy: str
-) -> tuple[Path, DeviceEngineRecord]:
-    """The engines of backend `name` for a GPU: their folder and record, checked.
-
-    Of several folders the first in the order of `modes`, how engines have their weights, is taken. The other arguments
-    and the errors are those of `check_device_engine`; EngineError too where there are no engines.
-    """
-    made_for = None if tensorrt_version is None else compute_capability
-    own = [folder for mode in modes for folder in engine_folders(bundle, device_tag(name, made_for, mode))]
-    others = sorted((bundle.path / "engines").glob(f"{name}-sm*"))  # their record says what they are for
-    folder = next((folder for folder in (*own, *others) if (folder / ENGINE_RECORD_NAME).is_file()), own[0])
-    record = DeviceEngineRecord.read(folder, remedy)
-    check_device_engine(record, bundle, tensorrt_version=tensorrt_version, compute_capability=compute_capability,
-                        remedy=remedy)  # fmt: skip
-    return folder, record
-
-
-def check_device_engine(record: DeviceEngineRecord, bundle: Bundle, *, tensorrt_version: str | None,
+def check_device_engine(record: DeviceEngineRecord, bundle: Bundle, tensorrt_version: str | None,
                         compute_capability: str, remedy: str) -> None:
     """Refuses engines made for another GPU, another TensorRT, or another bundle.
 

@@ -15,11 +15,11 @@ class DeviceGraph:
     def __init__(self, facts: GraphEngine, engine: Engine, scratch: Buffer, remedy: str) -> None:
         self.facts = facts
         self._remedy = remedy
-        self._contexts = {profile: engine.open_context(i, scratch) for i, profile in enumerate(facts.profiles)}
+        self.contexts = {profile: engine.open_context(i, scratch) for i, profile in enumerate(facts.profiles)}
 
     def sizes_bytes(self) -> dict[str, int]:
         """I/O tensor -> its size in the largest profile."""
-        sizes = [context.sizes_bytes for context in self._contexts.values()]
+        sizes = [context.sizes_bytes for context in self.contexts.values()]
         return {name: max(of_profile[name] for of_profile in sizes) for name in sizes[0]}
 
     def bind(self, profile: EngineProfile, buffers: Mapping[str, Buffer]) -> None:
@@ -28,7 +28,7 @@ class DeviceGraph:
         Raises:
             EngineError: a tensor has no buffer, or one that is too small.
         """
-        context = self._contexts[profile]
+        context = self.contexts[profile]
         for name, size in context.sizes_bytes.items():
             room = buffers[name].size_bytes if name in buffers else 0
             if room < size:
@@ -53,7 +53,3 @@ class DeviceGraph:
             f"The {self.facts.kind} engine takes {built} tokens a call over caches of {layout_rows} rows, and {rows} "
             f"are asked for. Ask for a smaller block, or build for this one. {self._remedy} --block-size {rows}"
         )
-
-    def enqueue(self, profile: EngineProfile) -> None:
-        """Runs once at a profile."""
-        self._contexts[profile].enqueue()

@@ -11,7 +11,7 @@ from dflash_runtime.device_engine import STOP_ID_SLOTS
 from dflash_runtime.errors import PromptError
 
 _INT_BYTES = 8
-_SAID = ("position", "input_ids", "draft_input", "logit_rows", "stop_ids", "limit", "temperature")
+_SAID = ("position", "input_ids", "draft_input", "logit_rows", "stop_ids", "limit", "temperature", "first_row")
 _FOUND = ("new_position", "anchor", "committed", "count", "token_ids", "draft_ids", "done")
 PLACES = 2
 """To read into, each with its mark: one cycle runs while the one before it is read."""
@@ -64,22 +64,15 @@ class DeviceNumbers:
         self.said["stop_ids"][: len(stop_ids)] = list(stop_ids)
         self.say([max(anchor, 0)], position, range(len(self.said["logit_rows"])))
 
-    def say_temperature(self, temperature: float) -> None:
-        """Tells the next call for candidates, in fp32."""
-        self.said["temperature"].view(np.float32)[0] = temperature
-        self._device.upload(self.buffers["temperature"].address, self.said["temperature"])
+    def say_one(self, name: str, number: np.float32 | np.int64) -> None:
+        """Tells one number, in its own type."""
+        self.said[name].view(number.dtype)[0] = number
+        self._device.upload(self.buffers[name].address, self.said[name])
 
-    def set_rows(self, count: int) -> None:
-        """How many rows of the block count, from a table that lies on the device."""
-        self._copy("rows", 0, "sizes", count, 1)
-
-    def anchor_to_drafter(self) -> None:
-        """The newest token, before the masks."""
-        self._copy("draft_input", 0, "input_ids", 0, 1)
-
-    def proposals_to_block(self, count: int) -> None:
-        """What was drafted, behind the anchor."""
-        self._copy("input_ids", 1, "draft_ids", 0, count)
+    def copy(self, to: str, source: str, index: int = 0, *, to_index: int = 0, count: int = 1) -> None:
+        """Enqueues a copy of numbers that lie on the device; `sizes` is a table of 0, 1, 2, ..."""
+        start, end = self.buffers[source].address + index * _INT_BYTES, self.buffers[to].address + to_index * _INT_BYTES
+        self._device.copy_rows(end, count * _INT_BYTES, start, count * _INT_BYTES, count * _INT_BYTES, 1)
 
     def advance(self) -> None:
         """What acceptance found is where the next cycle begins: position and anchor."""
@@ -100,7 +93,3 @@ class DeviceNumbers:
         """Waits for everything that is enqueued: what is said may change then."""
         self._device.mark()
         self._device.wait()
-
-    def _copy(self, to: str, to_index: int, source: str, index: int, count: int) -> None:
-        start, end = self.buffers[source].address + index * _INT_BYTES, self.buffers[to].address + to_index * _INT_BYTES
-        self._device.copy_rows(end, count * _INT_BYTES, start, count * _INT_BYTES, count * _INT_BYTES, 1)

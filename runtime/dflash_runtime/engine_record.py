@@ -32,6 +32,8 @@ class EngineRecord:
     """fp32, fp16 or bf16."""
     versions: dict[str, str]
     """Packages that made it."""
+    rings: dict[str, Ring]
+    """Drafter caches of constant size; the others are as long as the context."""
 
     @classmethod
     def read(cls: type[Kind], folder: Path, remedy: str) -> Kind:
@@ -63,7 +65,7 @@ class EngineRecord:
 class HostEngineRecord(EngineRecord):
     """That of lowered graphs for `ort-cpu`."""
 
-    SCHEMA_VERSION = 2
+    SCHEMA_VERSION = 3
 
     given_weights: list[str]
     """Those that all sessions share: what target and drafter both read, and what must be widened."""
@@ -71,8 +73,6 @@ class HostEngineRecord(EngineRecord):
     """File -> weights from which its constants are computed when it is opened."""
     upcast: bool
     """The bundle's weights are narrower than `execution_precision` and are widened when a session opens."""
-    rings: dict[str, Ring] = dataclasses.field(default_factory=dict)
-    """Drafter caches that are rings; the others are as long as the context."""
 
 
 def engine_folder(bundle: Bundle, backend: str) -> Path:

@@ -1,4 +1,4 @@
-"""Caches kept as rings: which rows they still hold, and so how much of a prefix a request can keep."""
+"""Caches of constant size: which rows they still hold, and so how much of a prefix a request can keep."""
 
 from __future__ import annotations
 
@@ -8,24 +8,43 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """A cache in which row s lies in slot s mod `rows`."""
+    """A cache for attention that sees a window of the context.
+
+    On the CPU row s lies in slot s mod `rows`. On a device rows follow one another, as TensorRT writes them so: row s
+    lies in slot s - first, and before the end is reached those of the window move to the front.
+    """
 
     window_tokens: int
     """Rows a query sees, its own included."""
     rows: int
-    """What a block sees of the context, and the block, any part of which may be rejected: window + block - 1."""
+    """On the CPU what a block sees of the context, and the block, any part of which may be rejected: window + block - 1.
+    On a device twice the window and some calls, so that rows move seldom and never onto themselves."""
 
 
 class RingRows:
-    """The oldest row that each ring holds; from there to the newest written one all rows are right or dead."""
+    """Which rows all rings of a backend hold; from the oldest to the newest written one all are right or dead."""
 
     def __init__(self, rings: Iterable[Ring]) -> None:
-        self._oldest = dict.fromkeys(rings, 0)
+        self.rings = list(rings)
+        self._fewest = min((ring.rows for ring in self.rings), default=2**63)
+        self._widest = max((ring.window_tokens for ring in self.rings), default=0)
+        self.first = self._end = 0
+        """On a device, the row in the first slot. On the CPU a row that was kept, and where writing has got to."""
+
+    def oldest(self, ring: Ring) -> int:
+        """The oldest row that a ring holds."""
+        return max(self.first, self._end - ring.rows)
 
     def wrote(self, end: int) -> None:
-        """Rows up to `end` were written."""
-        for ring, oldest in self._oldest.items():
-            self._oldest[ring] = max(oldest, end - ring.rows)
+        """Rows up to `end` were written, on the CPU."""
+        self._end = max(self._end, end)
+
+    def make_room(self, position: int, end: int) -> int:
+        """On a device: by how many slots the rows seen from `position` on move to the front, so that `end` fits."""
+        before = self.first
+        if end - before > self._fewest:
+            self.first = position + 1 - self._widest
+        return self.first - before
 
     def keep(self, kept_rows: int) -> int:
         """Of the rows both models have, those a request can begin behind.
@@ -33,8 +52,6 @@ class RingRows:
         Where a ring has lost a row that the next block sees, they are a window fewer: the target runs over these
         again, and its taps fill the rings.
         """
-        seen_from = {ring: max(0, kept_rows - ring.window_tokens + 1) for ring in self._oldest}
-        if any(seen_from[ring] < oldest for ring, oldest in self._oldest.items()):
-            kept_rows = min(seen_from.values())
-            self._oldest = dict.fromkeys(self._oldest, kept_rows)
+        if any(max(0, kept_rows - ring.window_tokens + 1) < self.oldest(ring) for ring in self.rings):
+            kept_rows = self.first = self._end = max(0, kept_rows - self._widest + 1)
         return kept_rows

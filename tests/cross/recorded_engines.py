@@ -13,6 +13,7 @@ from dflash_engines.candidates_graph import CANDIDATES
 from dflash_engines.passes.explicit_mask import ExplicitMaskPass
 from dflash_engines.passes.flat_matmul import FlatMatMulPass
 from dflash_engines.passes.weight_inputs import WeightInputsPass
+from dflash_engines.passes.window_rows import WindowRowsPass
 from dflash_engines.primitive_form import lower_primitive
 from dflash_engines.tensorrt_network import _fix_capacity
 from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan
@@ -24,13 +25,15 @@ BACKENDS = {"fused": "tensorrt-rtx", "primitive": "tensorrt"}
 
 
 def write_recorded_engines(
-    bundle: Bundle, form: str, block_sizes: Sequence[int], chunk: int, layouts: Sequence[int] = ()
+    bundle: Bundle, form: str, block_sizes: Sequence[int], chunk: int, layouts: Sequence[int] = (),
+    draft_window_tokens: int | None = None,
 ) -> Path:
     """Writes the engines of an fp32 bundle as planned for a bf16 one; `layouts` are the shorter caches of the
     primitive form, which are longer than these contexts otherwise."""
     backend, half = BACKENDS[form], dataclasses.replace(bundle.manifest, precision="bf16")
     row = next(row for row in VERSIONS if (row.flavour, row.form) == (backend, form))
-    options = EngineOptions(backend, block_sizes=block_sizes, prefill_chunk_tokens=chunk)
+    options = EngineOptions(backend, block_sizes=block_sizes, prefill_chunk_tokens=chunk,
+                            draft_window_tokens=draft_window_tokens)
     plan = EnginePlan(Bundle(bundle.path, half), options, row, "1.7.1", "8.9")
     if layouts:
         plan._capacities = lambda: [*layouts, plan.capacity_rows]  # type: ignore[method-assign]
@@ -41,7 +44,9 @@ def write_recorded_engines(
         if kind in (ACCEPTANCE, CANDIDATES):
             onnx, weights = plan.network(kind).onnx, list[BoundWeight]()
         else:
-            model, weights = _network(ir.load(bundle.file(plan.graphs[kind])), kind, form, plan.capacity_rows)  # type: ignore[arg-type]
+            portable, rings = ir.load(bundle.file(plan.graphs[kind])), {} if kind == "target" else plan.rings
+            WindowRowsPass(rings)(portable)
+            model, weights = _network(portable, kind, form, plan.capacity_rows)  # type: ignore[arg-type]
             onnx = ir.to_proto(model).SerializeToString()
         (folder / f"{kind}.engine").write_bytes(onnx)
         profiles = plan.profiles(kind)

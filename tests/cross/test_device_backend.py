@@ -26,6 +26,7 @@ from dflash_runtime.decode import decode
 from dflash_runtime.device_backend import DeviceBackend, open_engines
 from dflash_runtime.device_caches import DeviceCaches
 from dflash_runtime.device_engine import DeviceEngineRecord
+from dflash_runtime.device_numbers import DeviceNumbers
 from dflash_runtime.errors import BackendError, EngineError
 
 CONTEXT, CHUNK, BUILT, LAYOUTS = MAIN.max_context_tokens or 0, 32, [4, 8, 16], (32, 64)
@@ -64,10 +65,10 @@ class Opened:
         return result.token_ids, result.proposed_ids, result.finish_reason
 
     def caches(self) -> dict[str, Any]:
-        """Name -> the rows of a cache of the widest layout, [kv_heads, capacity, D]."""
+        """Name -> the rows of a cache of the widest layout, [kv_heads, capacity, D]; rings apart."""
         self.device.finish()
         found = {}
-        for caches in self.backend._caches.values():
+        for caches in (self.backend._caches["target"], self.backend._caches["drafter"]):
             rows = caches._layouts[-1]
             sizes = {t.input: t.shape for group in caches.groups for t in group.members}
             for name, buffer in caches.tensors(rows).items():
@@ -256,10 +257,13 @@ def cycle_of(opened: Opened, block: int) -> tuple[list[Any], list[Any]]:
     """What a cycle enqueues before the host's mark and behind it."""
     rows, manifest = {"fused": 192, "primitive": 32}[opened.form], opened.session.bundle.manifest
     assert manifest.drafter is not None
-    commits = [
-        [("copy", block * state[0].shape[3] * 4, len(state) * state[0].shape[1])] if opened.form == "primitive" else []  # type: ignore[operator]
-        for state in (manifest.target.graph.state, manifest.drafter.graph.state)
-    ]
+    rings = opened.backend._ring_rows.rings
+    state, row_bytes = manifest.target.graph.state, 4 * int(manifest.target.graph.state[0].shape[3])
+    heads = int(state[0].shape[1])
+    assert rings and len(manifest.drafter.graph.state) == 4  # one layer of two has a window
+    commits: list[list[Any]] = [[], []]
+    if opened.form == "primitive":  # caches of the context lie behind one another without gaps, and so do rings
+        commits = [[("copy", block * row_bytes, len(state) * heads)], [("copy", block * row_bytes, 2 * heads)] * 2]
     proposing = [("copy", 8, 1), ("drafter", block, rows), ("copy", 8 * (block - 1), 1)] if block > 1 else []
     before = [("copy", 8, 1), *proposing, ("target", block, rows), *commits[0], ("acceptance", block, 0),
               ("download", FOUND_BYTES)]  # fmt: skip
@@ -379,7 +383,7 @@ def test_every_weight_is_uploaded_once(opened: Opened, bundle: Bundle) -> None:
     assert sum(uploads) == sum(entry.length_bytes for entry in bundle.manifest.weights.values()) + block_sizes
     by_weight: dict[str, set[int]] = {}
     for graph in opened.backend._graphs.values():
-        for context in graph._contexts.values():
+        for context in graph.contexts.values():
             for bound in graph.facts.weights:
                 by_weight.setdefault(bound.weight, set()).add(context.addresses[bound.input])  # type: ignore[attr-defined]
     assert set(by_weight) == set(bundle.manifest.weights)
@@ -391,10 +395,10 @@ def test_every_weight_is_uploaded_once(opened: Opened, bundle: Bundle) -> None:
 
 def test_past_and_present_are_one_and_taps_are_shared(bundle: Bundle) -> None:
     backend = Opened(bundle, "fused").backend
-    context: Any = next(iter(backend._graphs["target"]._contexts.values()))
+    context: Any = next(iter(backend._graphs["target"].contexts.values()))
     pairs = [(name, name.replace("past_key_values.", "present.")) for name in context.addresses if "past" in name]
     assert pairs and all(context.addresses[a] == context.addresses[b] for a, b in pairs)
-    append: Any = next(iter(backend._graphs["drafter_context"]._contexts.values()))
+    append: Any = next(iter(backend._graphs["drafter_context"].contexts.values()))
     assert append.addresses["taps"] == context.addresses["taps"]
 
 
@@ -457,7 +461,13 @@ def _no_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("dflash_runtime.device_numbers.DeviceNumbers.proposals_to_block", lambda self, count: None)
+    copy = DeviceNumbers.copy
+
+    def lose(self: DeviceNumbers, to: str, source: str, index: int = 0, **places: int) -> None:
+        if source != "draft_ids":
+            copy(self, to, source, index, **places)
+
+    patch.setattr(DeviceNumbers, "copy", lose)
 
 
 def _stuck(patch: pytest.MonkeyPatch) -> None:

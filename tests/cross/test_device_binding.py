@@ -90,10 +90,10 @@ def test_every_tensor_of_every_profile_has_its_memory(
     device.check_guards()
     graphs = list(backend._graphs.values())
     wanted = {(w.weight, w.dtype): 0 for graph in graphs for w in graph.facts.weights}
-    contexts: list[Any] = [context for graph in graphs for context in graph._contexts.values()]
+    contexts: list[Any] = [context for graph in graphs for context in graph.contexts.values()]
     assert len(contexts) >= 12 and all(context.addresses for context in contexts)
     for graph in graphs:
-        for context in graph._contexts.values():
+        for context in graph.contexts.values():
             for bound in graph.facts.weights:
                 assert context.sizes_bytes[bound.input] % ITEM_BYTES[bound.dtype] == 0
                 wanted[bound.weight, bound.dtype] = context.sizes_bytes[bound.input]

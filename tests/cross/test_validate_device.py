@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,8 @@ def test_a_row_the_device_loses_is_named(
     """From what the engine hands out alone: no debug engine shows a fault of the device."""
     commit = DeviceCaches.commit
 
-    def loses_the_last(self: Any, new_rows: Sequence[int], call_rows: int, rows: int, position: int) -> None:
-        commit(self, new_rows, call_rows, max(1, rows - 1), position)
+    def loses_the_last(self: Any, new_rows: Iterator[int], call_rows: int, rows: int, slot: int) -> None:
+        commit(self, new_rows, call_rows, max(1, rows - 1), slot)
 
     monkeypatch.setattr(DeviceCaches, "commit", loses_the_last)
     (verdict,) = validated(bundle, "primitive", reference, ("graph",)).verdicts
@@ -95,15 +95,15 @@ def test_a_row_the_device_loses_is_named(
     assert (verdict.first.graph, verdict.first.tensor, verdict.first.seen_on) == ("target", "present.0.key", "engine")
 
 
-def drops_the_first_row(self: Any, new_rows: Sequence[int], call_rows: int, rows: int, position: int) -> None:
+def drops_the_first_row(self: Any, new_rows: Iterator[int], call_rows: int, rows: int, slot: int) -> None:
     """The row of the anchor is not committed in rounds; the others are."""
-    if position == 0 or rows < 2:
-        COMMIT(self, new_rows, call_rows, rows, position)
+    if slot == 0 or rows < 2:
+        COMMIT(self, new_rows, call_rows, rows, slot)
         return
     sizes = [len(group.members) * group.heads for group in self.groups]
     assert all(sizes)
-    later = [source + group.row_bytes for source, group in zip(new_rows, self.groups, strict=True)]
-    COMMIT(self, later, call_rows, rows - 1, position + 1)
+    later = iter([source + group.row_bytes for group, source in zip(self.groups, new_rows, strict=False)])
+    COMMIT(self, later, call_rows, rows - 1, slot + 1)
 
 
 def forgets_rows_that_move(self: Any, least: int, rows: int, committed_rows: int) -> None:
@@ -111,14 +111,13 @@ def forgets_rows_that_move(self: Any, least: int, rows: int, committed_rows: int
     MOVE(self, least, rows, 0)
 
 
-def appends_every_other_time(self: Any, block_size: int) -> None:
+def appends_every_other_time(self: Any, rows: int, position: int) -> None:
     """A cycle on the device forgets its tap rows now and then: the drafter's rows are those of a rejected block."""
-    if self._enqueued % 2:
-        self.append_context(block_size, self._position)
-    self._numbers.advance()
+    if self._enqueued % 2 or position < self._position:
+        APPEND(self, rows, position)
 
 
-COMMIT, MOVE = DeviceCaches.commit, DeviceCaches._move
+COMMIT, MOVE, APPEND = DeviceCaches.commit, DeviceCaches._move, DeviceBackend.append_context
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ COMMIT, MOVE = DeviceCaches.commit, DeviceCaches._move
     [
         ("primitive", DeviceCaches, "commit", drops_the_first_row, "target"),
         ("primitive", DeviceCaches, "_move", forgets_rows_that_move, "target"),
-        ("fused", DeviceBackend, "_append_and_advance", appends_every_other_time, "drafter_context"),
+        ("fused", DeviceBackend, "append_context", appends_every_other_time, "drafter_context"),
     ],
 )
 def test_the_state_level_reads_what_the_backend_holds(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_runtime.bundle import Bundle, GraphFacts
+from dflash_runtime.bundle import Bundle, GraphFacts, StateTensor
 from dflash_runtime.device import Buffer, Device
 from dflash_runtime.device_backend import DeviceBackend
 from dflash_runtime.device_caches import DeviceCaches
@@ -21,6 +21,7 @@ from dflash_runtime.device_weights import narrowed
 from dflash_runtime.engine_record import ENGINE_RECORD_NAME
 from dflash_runtime.errors import EngineError
 from dflash_runtime.weights import widened
+from dflash_runtime.window_rings import RingRows
 from dflash_tools.device_rows import DeviceRows
 from dflash_tools.reference_record import CONTEXT, DRAFTER, TARGET
 from dflash_tools.reference_tensors import Array, Tensors, rows_of, split_taps
@@ -74,21 +75,28 @@ class DeviceProbe:
         scratch = self._device.allocate(max(1, *(engine.scratch_bytes for engine in engines.values())))
         self._graphs = {e.kind: DeviceGraph(e, engines[e.kind], scratch, "") for e in shown}
         self._capacity = max(profile.capacity_rows for e in record.engines for profile in e.profiles)
+        state, rings = self._facts[CONTEXT].state if CONTEXT in self._facts else [], record.rings
+        ringed, whole = ([t for t in state if (t.input in rings) == is_ring] for is_ring in (True, False))
+        sizes = {"rings": next((ring.rows for ring in rings.values()), self._capacity)}
         self._caches = {
-            model: DeviceCaches(self._device, self._facts[kind].state, _ITEM_BYTES[self.precision], [self._capacity])
-            for model, kind in (("target", TARGET), ("drafter", CONTEXT)) if kind in self._facts
-        }  # fmt: skip
-        self._written = dict.fromkeys(self._caches, 0)
+            key: DeviceCaches(self._device, of_key, _ITEM_BYTES[self.precision], [sizes.get(key, self._capacity)])
+            for key, of_key in (("target", self._facts[TARGET].state), ("drafter", whole), ("rings", ringed))
+        }
+        self._ringed = ringed
+        self.reset()
         self.shows_block_rows = record.form == "fused"
         self._buffers = {kind: self._bind(kind, backend.buffers[kind]) for kind in self._graphs}
-        sizes = [buffer.size_bytes for own in self._buffers.values() for buffer in own.values()]
-        self._staging = self._device.host_memory(max(sizes))
+        most = [buffer.size_bytes for own in self._buffers.values() for buffer in own.values()]
+        most += [size * self._caches["rings"].layout_rows * 4 for _, _, _, size in (t.cache_shape(1) for t in ringed)]
+        self._staging = self._device.host_memory(max(most))
         self._rows = DeviceRows(self._device, self.precision)
 
     def _bind(self, kind: str, of_backend: dict[str, Buffer]) -> dict[str, Buffer]:
         graph = self._graphs[kind]
         weights = {bound.input: of_backend[bound.input] for bound in graph.facts.weights}
-        caches = self._caches[_model(kind)].tensors(self._capacity)
+        rings = self._caches["rings"]
+        caches = {} if kind == TARGET else rings.tensors(rings.layout_rows)
+        caches |= self._caches[_model(kind)].tensors(self._capacity)
         own = {name: self._device.allocate(size) for name, size in graph.sizes_bytes().items()
                if name not in weights and name not in caches}  # fmt: skip
         for profile in graph.facts.profiles:
@@ -102,7 +110,12 @@ class DeviceProbe:
 
     def reset(self) -> None:
         """See `GraphProbe.reset`."""
-        self._written = dict.fromkeys(self._caches, 0)
+        self._written = {"target": 0, "drafter": 0}
+        self._ring_rows = RingRows(self._record.rings.values())
+        self._unrolled: Tensors = {}  # what every row of a ring was when a query could see it last
+        for tensor in self._ringed:
+            _, heads, rows, size = tensor.cache_shape(self._capacity)
+            self._unrolled[tensor.output] = np.zeros((rows, heads * size), np.float32)
 
     def target(self, ids: Sequence[int], position: int) -> Tensors:
         """See `GraphProbe.target`. More rows than an engine gives logits for are run piece by piece."""
@@ -140,24 +153,52 @@ class DeviceProbe:
         return self._run(DRAFTER, profile, {"input_ids": padded}, position, len(ids))
 
     def cache_rows(self, model: str) -> Tensors:
-        """See `GraphProbe.cache_rows`."""
-        return self._cache_rows(model, TARGET if model == "target" else CONTEXT, 0, self._written[model])
+        """See `GraphProbe.cache_rows`. Of a ring: each row as it was when a query could see it last."""
+        kind, rows = TARGET if model == "target" else CONTEXT, self._written[model]
+        state, unrolled = self._facts[kind].state, {} if model == "target" else self._unrolled
+        whole = [tensor for tensor in state if tensor.output not in unrolled]
+        found = self._rows.read(self._caches[model], whole, self._capacity, 0, rows)
+        return {t.output: found[t.output] if t.output in found else unrolled[t.output][:rows] for t in state}
 
     def _run(self, kind: str, profile: EngineProfile, given: dict[str, Array], position: int, rows: int) -> Tensors:
         facts, buffers = self._facts[kind], self._buffers[kind]
-        for name, array in {**given, "position": np.array([position], np.int64)}.items():
+        given = {**given, "position": np.array([position], np.int64)}
+        if "first_row" in buffers:
+            self._make_room(position, profile.rows)
+            given["first_row"] = np.array([self._ring_rows.first], np.int64)
+        for name, array in given.items():
             stored = array if array.dtype == np.int64 else narrowed(array, self._taps_dtype, name)
             self._upload(buffers[name], stored)
-        self._graphs[kind].enqueue(profile)
+        self._graphs[kind].contexts[profile].enqueue()
         model = _model(kind)
         if "new_rows.0" in buffers:  # the primitive form; its drafter graph hands out none, as they are scratch
-            sources = [buffers[f"new_rows.{i}"].address for i in range(len(self._caches[model].groups))]
+            sources = iter([buffers[name].address for name in sorted(buffers) if name.startswith("new_rows.")])
             self._caches[model].commit(sources, profile.rows, rows, position)
+            if kind == CONTEXT:
+                self._caches["rings"].commit(sources, profile.rows, rows, position - self._ring_rows.first)
         self._written[model] = max(self._written[model], position + rows)
         tensors = {tensor.name: self._output(facts, tensor.name, profile, buffers[tensor.name], rows)
                    for tensor in facts.outputs}  # fmt: skip
         shown = kind != DRAFTER or self.shows_block_rows
-        return {**tensors, **(self._cache_rows(model, kind, position, position + rows) if shown else {})}
+        return {**tensors, **(self._cache_rows(kind, position, position + rows) if shown else {})}
+
+    def _make_room(self, position: int, rows: int) -> None:
+        """As the runtime does; after a way back, which it goes by running the target again, lost rows are put back."""
+        rings = self._ring_rows
+        if (kept := rings.keep(position)) < position:
+            for tensor in self._ringed:
+                self._put_back(tensor, kept, position)
+        elif moved := rings.make_room(position, position + rows):
+            self._caches["rings"].slide(moved, position - rings.first)
+
+    def _put_back(self, tensor: StateTensor, start: int, end: int) -> None:
+        caches = self._caches["rings"]
+        _, heads, slots, size = tensor.cache_shape(caches.layout_rows)
+        by_head = self._unrolled[tensor.output][start:end].reshape(end - start, heads, size).transpose(1, 0, 2)
+        place = caches.tensors(slots)[tensor.output]
+        for head, array in enumerate(by_head):
+            piece = narrowed(np.ascontiguousarray(array), self._dtype(), tensor.output)
+            self._upload(Buffer(place.address + head * place.size_bytes // heads, piece.nbytes), piece)
 
     def _output(self, facts: GraphFacts, name: str, profile: EngineProfile, buffer: Buffer, rows: int) -> Array:
         """The rows of an output that belong to the call, in fp32 or as ids."""
@@ -169,8 +210,15 @@ class DeviceProbe:
         array = self._download(buffer.address, math.prod(shape), dtype).reshape(shape)
         return rows_of(array)[: rows - 1 if name.startswith("draft_") else rows]
 
-    def _cache_rows(self, model: str, kind: str, start: int, end: int) -> Tensors:
-        return self._rows.read(self._caches[model], self._facts[kind].state, self._capacity, start, end)
+    def _cache_rows(self, kind: str, start: int, end: int) -> Tensors:
+        state, first = self._facts[kind].state, self._ring_rows.first
+        if kind == TARGET:
+            return self._rows.read(self._caches[kind], state, self._capacity, start, end)
+        widest = max((ring.window_tokens for ring in self._record.rings.values()), default=1)
+        seen = max(first, start - widest + 1)
+        for name, rows in self._rows.read_all([self._caches["rings"]], self._ringed, 0, seen - first, end - first).items():
+            self._unrolled[name][seen:end] = rows
+        return self._rows.read_all([self._caches["drafter"], self._caches["rings"]], state, first, start, end)
 
     def _dtype(self) -> str:
         return _HALF.get(self.precision, "F32")

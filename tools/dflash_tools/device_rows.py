@@ -22,15 +22,35 @@ class DeviceRows:
         self._device, self._dtype = device, _DTYPES[precision]
         self._staging: Array = np.zeros(0, np.uint8)
 
-    def read(self, caches: DeviceCaches, state: Sequence[StateTensor], layout_rows: int, start: int, end: int
-             ) -> Tensors:
-        """Rows `start` to `end` of every cache, in fp32.
+    def read_all(self, caches: Sequence[DeviceCaches], state: Sequence[StateTensor], first_row: int, start: int, end: int
+                 ) -> Tensors:
+        """Rows `start` to `end` of every cache of a model, in fp32.
 
         Args:
-            caches: Of one model.
-            state: Its state tensors.
+            caches: Those as long as the context, and for a drafter its rings.
+            state: The model's state tensors.
+            first_row: The row in the first slot of rings.
+            start: First row; of a ring at least `first_row`.
+            end: One past the last.
+
+        Returns:
+            Output name -> [rows, heads * D], in the order of the state.
+        """
+        found: Tensors = {}
+        for some, before in zip(caches, (0, first_row), strict=False):
+            own = [tensor for tensor in state if tensor.input in some.tensors(some.layout_rows)]
+            found |= self.read(some, own, some.layout_rows, start - before, end - before)
+        return {tensor.output: found[tensor.output] for tensor in state}
+
+    def read(self, caches: DeviceCaches, state: Sequence[StateTensor], layout_rows: int, start: int, end: int
+             ) -> Tensors:
+        """Slots `start` to `end` of caches laid out alike, in fp32.
+
+        Args:
+            caches: Where they lie.
+            state: Which of them.
             layout_rows: Rows the caches are laid out with.
-            start: First row.
+            start: First slot.
             end: One past the last.
 
         Returns:

@@ -59,21 +59,29 @@ def held_rows(backend: Backend, manifest: Manifest, rows: int) -> Held:
         return {}
     if isinstance(backend, DeviceBackend):
         # A request leaves the caches in a layout of their own; the reset above chose the one that holds these rows.
-        reading = DeviceRows(backend.device, backend.precision)
-        read = {
-            model: reading.read(backend._caches[model], facts.state, backend._caches[model].layout_rows, 0, rows)
-            for model, facts in graphs.items()
-        }
-        return {model: {n: HeldCache(array, 0) for n, array in found.items()} for model, found in read.items()}
+        return {model: _of_device(backend, model, facts, rows) for model, facts in graphs.items()}
     if backend.name != "ort-cpu":
         raise BackendError(f"The caches of backend {backend.name!r} cannot be read.")
     return {model: _of_arrays(backend, model, facts, rows) for model, facts in graphs.items()}  # type: ignore[arg-type]
 
 
+def _of_device(backend: DeviceBackend, model: str, facts: GraphFacts, rows: int) -> dict[str, HeldCache]:
+    reading, first_row = DeviceRows(backend.device, backend.precision), backend._ring_rows.first
+    held = {}
+    for key, oldest in (("target", 0),) if model == "target" else (("drafter", 0), ("rings", first_row)):
+        caches = backend._caches[key]
+        state = [tensor for tensor in facts.state if tensor.input in caches.tensors(caches.layout_rows)]
+        for name, kept in reading.read(caches, state, caches.layout_rows, 0, rows - oldest).items():
+            lost = np.full((oldest, kept.shape[1]), np.nan, np.float32)
+            held[name] = HeldCache(np.concatenate([lost, kept]), oldest)
+    return {tensor.output: held[tensor.output] for tensor in facts.state}
+
+
 def _of_arrays(backend: OrtCpuBackend, model: str, facts: GraphFacts, rows: int) -> dict[str, HeldCache]:
     state = backend._target_state if model == "target" else backend._drafter_state
     # A ring is shorter than any cache of the whole context, so its length tells it.
-    oldest = {} if model == "target" else {ring.rows: row for ring, row in backend._ring_rows._oldest.items()}
+    rings = [] if model == "target" else backend._ring_rows.rings
+    oldest = {ring.rows: backend._ring_rows.oldest(ring) for ring in rings}
     held = {}
     for tensor in facts.state:
         array = state[tensor.input]

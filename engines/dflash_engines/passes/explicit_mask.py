@@ -14,7 +14,6 @@ from dflash_engines.passes.graph_reading import dims
 from dflash_engines.passes.graph_writing import add_integers, emit, remove_dead_nodes
 from dflash_runtime.errors import EngineError
 
-_POSITION = "position"
 _MASK_INPUT = 3
 
 
@@ -27,17 +26,14 @@ class ExplicitMaskPass(ir.passes.InPlacePass):
         Raises:
             EngineError: a mask that is not boolean, or an Attention not of the contract's form.
         """
-        position = next((value for value in model.graph.inputs if value.name == _POSITION), None)
         rules: dict[tuple[ir.Value, bool], ir.Value] = {}
         masks: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
         found = find_cached_attention(model)
         for attention in found:
-            if position is None:
-                raise EngineError("The graph has attention over a cache and no input `position`. Build it again.")
             causal = is_node_causal(attention)
             key = attention.length, causal
             if key not in rules:
-                rules[key] = _live_rows(attention, position, causal)
+                rules[key] = _live_rows(attention, causal)
             _apply(attention, rules[key], masks)
         remove_dead_nodes(model)
         return ir.passes.PassResult(model, bool(found))
@@ -53,10 +49,10 @@ class ExplicitMaskPass(ir.passes.InPlacePass):
             raise ir.passes.PostconditionError(f"Attention without an explicit mask: {left}")
 
 
-def _live_rows(attention: CachedAttention, position: ir.Value, causal: bool) -> ir.Value:
+def _live_rows(attention: CachedAttention, causal: bool) -> ir.Value:
     """BOOL [1, 1, S, T]: rows not after the query, and without the causal rule all rows before the end of the call."""
-    node, cache = attention.node, attention.key_scatter.inputs[0]
-    assert node.graph is not None and cache is not None
+    node, (cache, _, position) = attention.node, attention.key_scatter.inputs[:3]
+    assert node.graph is not None and cache is not None and position is not None
     graph, boolean = node.graph, ir.DataType.BOOL
     zero, one = (emit(node, "Squeeze", [add_integers(graph, [n])], shape=()) for n in (0, 1))
 

@@ -7,7 +7,8 @@ do not, so every mask is computed over the T cache rows and the S new ones, whos
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import onnx_ir as ir
@@ -40,15 +41,16 @@ class KeyColumns:
 
 
 def add_key_columns(graph: ir.Graph, past: ir.Value, position: ir.Value, tokens: ir.Value) -> KeyColumns:
-    """Computes the columns in front of everything else.
+    """Computes the columns in front of everything that needs them.
 
     Args:
         graph: The graph.
-        past: A cache, [1, kv_heads, T, D]; all caches have the same T.
-        position: INT64 [1], rows committed before this call.
+        past: A cache, [1, kv_heads, T, D]; those of all layers that share the columns have the same T.
+        position: INT64 [1], rows committed before this call, or of a ring the slot behind them.
         tokens: What is [1, S] or [1, S, ...] of this call.
     """
-    first = graph[0]
+    made = position.producer()
+    first = graph[0] if made is None else next(after for before, after in itertools.pairwise(graph) if before is made)
     zero, one = (add_constant(graph, f"lowered.number.{n}", np.array(n, np.int64)) for n in (0, 1))
     capacity = emit(first, "Shape", [past], {"start": 2, "end": 3}, dtype=ir.DataType.INT64, shape=(1,))
     count = emit(first, "Shape", [tokens], {"start": 1, "end": 2}, dtype=ir.DataType.INT64, shape=(1,))
@@ -69,13 +71,13 @@ def add_key_columns(graph: ir.Graph, past: ir.Value, position: ir.Value, tokens:
     return KeyColumns(capacity, positions, live, emit(first, "And", [not_after, live]))
 
 
-def find_key_numbers(graph: ir.Graph) -> list[ir.Node]:
-    """The Range nodes that number the rows of a cache.
+def find_key_numbers(graph: ir.Graph, caches: Collection[ir.Value]) -> list[ir.Node]:
+    """The Range nodes that number the rows of one of these caches.
 
     Raises:
         EngineError: the capacity is used otherwise.
     """
-    numbers = [node.outputs[0] for node in graph if _is_capacity(node)]
+    numbers = [node.outputs[0] for node in graph if _is_capacity(node, caches)]
     ranges: list[ir.Node] = []
     while numbers:
         number = numbers.pop()
@@ -110,12 +112,12 @@ def widen_masks(ranges: Iterable[ir.Node], columns: KeyColumns) -> set[ir.Value]
     return wide
 
 
-def _is_capacity(node: ir.Node) -> bool:
-    """Whether this reads T off a cache, before or after its write: the shape is the same."""
+def _is_capacity(node: ir.Node, caches: Collection[ir.Value]) -> bool:
+    """Whether this reads T off one of the caches, before or after its write: the shape is the same."""
     source = node.inputs[0] if node.op_type == "Shape" else None
     scatter = made_by(source, "TensorScatter")
     cache = scatter.inputs[0] if scatter is not None else source
-    if cache is None or not cache.is_graph_input() or not (cache.name or "").startswith("past_key_values."):
+    if cache not in caches:
         return False
     start, end = integer_attribute(node, "start", 0), integer_attribute(node, "end", 4)
     if not start <= _CAPACITY_AXIS < end:

@@ -1,7 +1,7 @@
 """KV rows a call adds, as outputs of their own instead of whole caches: the runtime commits them.
 
 `new_rows.{g}`, [caches, kv_heads, S, D], holds the rows of all caches of one shape, in the order of the cache inputs
-(layer 0 key, layer 0 value, layer 1 key ...). A model whose caches all have one shape has one such output, and where
+(layer 0 key, layer 0 value, layer 1 key ...), those that are as long as the context before rings. A model whose caches all have one shape has one such output, and where
 its caches lie behind one another a commit is a single strided copy: caches * kv_heads pieces of S * D numbers, T * D
 apart, to row `position`. The model's metadata entry `new_rows.{g}` lists the cache inputs.
 """
@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from dflash_engines.passes.graph_reading import dims, made_by
 from dflash_engines.passes.graph_writing import remove_dead_nodes
+from dflash_engines.passes.window_rows import is_position, is_ring_slot
 from dflash_runtime.errors import EngineError
 
 PREFIX = "new_rows."
@@ -59,20 +60,20 @@ class NewRowsPass(ir.passes.InPlacePass):
         """See the class.
 
         Raises:
-            EngineError: an output is a cache that no TensorScatter wrote at `position`.
+            EngineError: an output is a cache that no TensorScatter wrote at `position`, or a ring at its slot.
         """
         graph = model.graph
         presents = [value for value in graph.outputs if (value.name or "").startswith("present.")]
-        groups: dict[tuple[int | str, int | str], list[tuple[str, ir.Value]]] = {}
+        groups: dict[tuple[bool, int | str, int | str], list[tuple[str, ir.Value]]] = {}
         for present in presents:
-            cache, rows = _written(present)
+            cache, rows, is_ring = _written(present)
             shape = dims(rows)
             if shape is None or len(shape) != 4 or shape[0] != 1:
                 raise EngineError(f"New rows of {cache} have shape {shape}; expected [1, kv_heads, S, D].")
-            groups.setdefault((shape[1], shape[3]), []).append((cache, rows))
+            groups.setdefault((is_ring, shape[1], shape[3]), []).append((cache, rows))
             graph.outputs.remove(present)
         if self.keep:
-            for index, members in enumerate(groups.values()):
+            for index, (_, members) in enumerate(sorted(groups.items(), key=lambda group: group[0][0])):
                 _add_output(model, f"{PREFIX}{index}", members)
         remove_dead_nodes(model)
         unread = [v for v in graph.inputs if (v.name or "").startswith("past_key_values.") and not v.uses()]
@@ -81,11 +82,11 @@ class NewRowsPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, bool(presents))
 
 
-def _written(present: ir.Value) -> tuple[str, ir.Value]:
-    """(name of the cache input, the rows written to it)."""
+def _written(present: ir.Value) -> tuple[str, ir.Value, bool]:
+    """(name of the cache input, the rows written to it, whether it is a ring)."""
     scatter = made_by(present, "TensorScatter")
     cache, rows, position = (scatter.inputs if scatter is not None else (None,) * 3)
-    at_position = position is not None and position.is_graph_input() and position.name == "position"
+    at_position = position is not None and (is_position(position) or is_ring_slot(position))
     linear = scatter is not None and scatter.attributes.get_string("mode", "linear") == "linear"
     axis = 0 if scatter is None else scatter.attributes.get_int("axis", -2)
     named = cache is not None and cache.is_graph_input() and cache.name
@@ -94,8 +95,8 @@ def _written(present: ir.Value) -> tuple[str, ir.Value]:
             f"{present.name} is not a cache written by TensorScatter along its rows at `position`. Build the bundle "
             "again with this version."
         )
-    assert cache is not None and cache.name is not None
-    return cache.name, rows
+    assert cache is not None and cache.name is not None and position is not None
+    return cache.name, rows, is_ring_slot(position)
 
 
 def _add_output(model: ir.Model, name: str, members: list[tuple[str, ir.Value]]) -> None:

@@ -25,13 +25,13 @@ from dflash_engines.passes.cached_attention import CachedAttention, find_cached_
 from dflash_engines.passes.graph_reading import dims, integer_attribute, made_by
 from dflash_engines.passes.graph_writing import add_constant, add_integers, emit, remove_dead_nodes, replace
 from dflash_engines.passes.key_columns import KeyColumns, add_key_columns, find_key_numbers, widen_masks
+from dflash_engines.passes.window_rows import is_position, is_ring_slot
 from dflash_runtime.errors import EngineError
 
 SoftmaxPrecision = Literal["fp32", "graph"]
 
 _HIDDEN_SCORE = {ir.DataType.FLOAT: -1e30, ir.DataType.BFLOAT16: -1e30, ir.DataType.FLOAT16: -6e4}
 _TOKENS = "input_ids"
-_POSITION = "position"
 
 
 class PrimitiveAttentionPass(ir.passes.InPlacePass):
@@ -57,23 +57,35 @@ class PrimitiveAttentionPass(ir.passes.InPlacePass):
         _refuse_other_readers(graph, found)
         if not found:
             return ir.passes.PassResult(model, False)
-        inputs = {value.name: value for value in graph.inputs}
-        tokens, position = inputs[_TOKENS], inputs[_POSITION]
+        tokens = next(value for value in graph.inputs if value.name == _TOKENS)
+        alike: dict[ir.Value, list[CachedAttention]] = {}  # by where they write: caches of the context, and rings
         for attention in found:
-            _check(attention, tokens, position)
-        past = found[0].key_scatter.inputs[0]
-        assert past is not None
-        ranges = find_key_numbers(graph)
-        columns = add_key_columns(graph, past, position, tokens)
-        wide = widen_masks(ranges, columns)
-        seen: dict[tuple[ir.Value | None, bool], ir.Value] = {}
-        for attention in found:
-            pattern = (attention.mask, is_node_causal(attention))
-            if pattern not in seen:
-                seen[pattern] = _seen_columns(attention, columns, wide)
-            _Lowering(attention, columns, seen[pattern], self.softmax_precision).write()
+            alike.setdefault(_check(attention, tokens), []).append(attention)
+        ranges = {position: find_key_numbers(graph, _caches(members)) for position, members in alike.items()}
+        for position, members in alike.items():
+            _lower(members, position, tokens, ranges[position], self.softmax_precision)
         remove_dead_nodes(model)
         return ir.passes.PassResult(model, True)
+
+
+def _caches(members: list[CachedAttention]) -> set[ir.Value]:
+    scatters = [scatter for attention in members for scatter in (attention.key_scatter, attention.value_scatter)]
+    return {cache for scatter in scatters if (cache := scatter.inputs[0]) is not None}
+
+
+def _lower(members: list[CachedAttention], position: ir.Value, tokens: ir.Value, ranges: list[ir.Node],
+           softmax_precision: SoftmaxPrecision) -> None:
+    """Layers whose caches have the same rows."""
+    graph, past = members[0].node.graph, members[0].key_scatter.inputs[0]
+    assert graph is not None and past is not None
+    columns = add_key_columns(graph, past, position, tokens)
+    wide = widen_masks(ranges, columns)
+    seen: dict[tuple[ir.Value | None, bool], ir.Value] = {}
+    for attention in members:
+        pattern = (attention.mask, is_node_causal(attention))
+        if pattern not in seen:
+            seen[pattern] = _seen_columns(attention, columns, wide)
+        _Lowering(attention, columns, seen[pattern], softmax_precision).write()
 
 
 def _refuse_other_readers(graph: ir.Graph, found: list[CachedAttention]) -> None:
@@ -90,7 +102,8 @@ def _refuse_other_readers(graph: ir.Graph, found: list[CachedAttention]) -> None
                 )
 
 
-def _check(attention: CachedAttention, tokens: ir.Value, position: ir.Value) -> None:
+def _check(attention: CachedAttention, tokens: ir.Value) -> ir.Value:
+    """Where the layer writes its rows."""
     layer = f"Attention of layer {attention.layer}"
     if attention.heads % attention.kv_heads:
         raise EngineError(f"{layer} has {attention.heads} heads for {attention.kv_heads} KV heads; not a whole group.")
@@ -99,15 +112,20 @@ def _check(attention: CachedAttention, tokens: ir.Value, position: ir.Value) -> 
             f"{layer} has a mask of type {attention.mask.dtype} and shape {dims(attention.mask)}; two-part attention "
             "takes a boolean one that is the same for all heads."
         )
+    position = attention.key_scatter.inputs[2]
     for scatter in (attention.key_scatter, attention.value_scatter):
-        if scatter.inputs[2] is not position or not _is_cache(scatter.inputs[0]):
+        at = scatter.inputs[2]
+        known = at is position and at is not None and (is_position(at) or is_ring_slot(at))
+        if not known or not _is_cache(scatter.inputs[0]):
             raise EngineError(f"{layer} does not write its rows at `position` of an input. Build the bundle again.")
+    assert position is not None
     length = made_by(attention.length, "Add")
     if length is None or position not in length.inputs or not any(_counts(v, tokens) for v in length.inputs):
         raise EngineError(f"{layer} does not read `position` + S rows. Build the bundle again with this version.")
     kind = attention.query.dtype
     if kind not in _HIDDEN_SCORE:
         raise EngineError(f"{layer} computes in {kind}; two-part attention is made for fp32, fp16 and bf16.")
+    return position
 
 
 def _is_plain(mask: ir.Value) -> bool:
