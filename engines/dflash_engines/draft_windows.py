@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dflash_runtime.bundle import Manifest
 from dflash_runtime.errors import EngineError
 from dflash_runtime.window_rings import Ring
@@ -33,13 +35,28 @@ def drafter_rings(
             f"Give one from {block} to {context - block} to a bundle with a drafter, or leave it out."
         )
     state = [] if manifest.drafter is None else manifest.drafter.context_graph.state
-    windows = {tensor.input: tensor.window_tokens or draft_window_tokens for tensor in state}
+    windows = [tensor.window_tokens or draft_window_tokens for tensor in state]
+    rows = ring_rows(windows, block, context, call_rows)
+    return {tensor.input: Ring(window, size) for tensor, window, size in zip(state, windows, rows, strict=True)
+            if window is not None and size is not None}  # fmt: skip
+
+
+def ring_rows(
+    windows: Sequence[int | None], block_size: int, max_context_tokens: int, call_rows: int | None = None
+) -> list[int | None]:
+    """Rows of each cache of a drafter; None for one that is as long as the context.
+
+    Args:
+        windows: What attention over each sees, None for all of the context.
+        block_size: The largest, anchor included.
+        max_context_tokens: Most rows of a request.
+        call_rows: As of `drafter_rings`.
+    """
     if call_rows is None:
-        return {name: Ring(window, window + block - 1) for name, window in windows.items()
-                if window is not None and window + block - 1 < context}  # fmt: skip
-    # Before the end is reached, what a query sees and what two blocks on their way may add move to the front: half of
-    # the rows at least, so that none is copied onto itself and the copy is seldom.
-    widest = max((window for window in windows.values() if window is not None), default=0)
+        return [None if window is None or window + block_size - 1 >= max_context_tokens else window + block_size - 1
+                for window in windows]  # fmt: skip
+    # Before the end is reached, what a query sees and what a block on its way may add move to the front. There are so
+    # many rows that none is copied onto itself, and that it is seldom.
+    widest = max((window for window in windows if window is not None), default=0)
     rows = 2 * (widest - 1) + 3 * call_rows
-    small = rows < context + call_rows
-    return {name: Ring(window, rows) for name, window in windows.items() if small and window is not None}
+    return [None if window is None or rows >= max_context_tokens + call_rows else rows for window in windows]

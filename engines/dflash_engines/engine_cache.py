@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-from dflash_runtime.bundle import cache_root, decode, sha256_of, write_text_atomically
+from dflash_runtime.bundle import cache_root, decode, sha256_of, write_atomically
 from dflash_runtime.device_engine import GraphEngine
 from dflash_runtime.errors import BundleError
 
@@ -45,7 +45,7 @@ class EngineCache:
                 shutil.copyfile(built, partial)
             partial.replace(self._engine(key))
             facts = {"engine": dataclasses.asdict(engine), "sha256": sha256_of(built)}
-            write_text_atomically(self._facts(key), json.dumps(facts))
+            write_atomically(self._facts(key), json.dumps(facts))
         except OSError:
             return  # a full or read-only home costs another build some day, nothing else
 

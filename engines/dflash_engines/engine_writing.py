@@ -11,8 +11,8 @@ from typing import TypeVar
 import onnx_ir as ir
 
 from dflash_engines.engine_place import replace_folder
-from dflash_runtime.bundle import Bundle, Manifest, file_facts
-from dflash_runtime.engine_record import EngineRecord, HostEngineRecord, engine_folder
+from dflash_runtime.bundle import Bundle, Manifest, file_facts, write_record
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME, EngineRecord, HostEngineRecord, engine_folder
 from dflash_runtime.errors import OutputError
 from dflash_runtime.window_rings import Ring
 
@@ -42,7 +42,7 @@ def write_engine(bundle: Bundle, backend: str, graphs: Mapping[str, ir.Model],
         for name, model in graphs.items():
             (partial / name).write_bytes(ir.to_proto(model).SerializeToString())
         record = make_record(partial)
-        record.write(partial)
+        write_record(partial / ENGINE_RECORD_NAME, record)
         replace_folder(partial, folder)
     except OSError as error:
         raise OutputError(

@@ -16,7 +16,7 @@ from dflash_engines.tensorrt_network import Network
 from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan, refuse_precision
 from dflash_engines.tensorrt_versions import VersionRow, lacks_kernels, row_for
 from dflash_engines.this_gpu import compute_capability_here
-from dflash_runtime.bundle import Bundle
+from dflash_runtime.bundle import Bundle, write_record
 from dflash_runtime.device_engine import (
     BoundWeight,
     DeviceEngineRecord,
@@ -114,7 +114,7 @@ def build_engines(bundle: Bundle, options: EngineOptions, progress: Progress | N
                 seconds += took
             engines.append(engine)
         record = plan.record(engines, partial)
-        record.write(partial)
+        write_record(partial / ENGINE_RECORD_NAME, record)
         replace_folder(partial, folder)
     return BuiltEngines(record, folder, reused, seconds, *plan.weight_bytes(engines), held_bytes, plan.warnings)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_runtime.bundle import cache_root, sha256_of, write_text_atomically
+from dflash_runtime.bundle import cache_root, sha256_of, write_atomically
 
 
 class TimingCache:
@@ -35,7 +35,7 @@ class TimingCache:
     def keep(self) -> None:
         """Says that what the build saved is whole."""
         if self.path is not None and self.path.exists():
-            write_text_atomically(self._seal, sha256_of(self.path))
+            write_atomically(self._seal, sha256_of(self.path))
 
     def _sealed(self) -> str | None:
         return self._seal.read_text(encoding="ascii").strip() if self._seal.exists() else None

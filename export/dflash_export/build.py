@@ -43,7 +43,7 @@ from dflash_runtime.bundle import (
     TapFacts,
     TargetFacts,
     file_facts,
-    write_text_atomically,
+    write_record,
 )
 from dflash_runtime.errors import CheckpointError
 
@@ -143,7 +143,7 @@ def describe(root: Path, manifest: Manifest, weight_facts: dict[str, FileFacts])
     ]
     facts = {**file_facts(root, [n for n in names if n not in weight_facts]), **weight_facts}
     manifest = dataclasses.replace(manifest, files=dict(sorted(facts.items())))
-    write_text_atomically(root / MANIFEST_NAME, manifest.to_json())
+    write_record(root / MANIFEST_NAME, manifest)
     return manifest
 
 

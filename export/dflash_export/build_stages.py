@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import dflash_runtime
-from dflash_runtime.bundle import write_text_atomically
+from dflash_runtime.bundle import write_atomically
 
 _PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
 
@@ -47,7 +47,7 @@ class BuildStages:
         path = self._path(name)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_text_atomically(path, json.dumps(data))
+            write_atomically(path, json.dumps(data))
 
     def file(self, name: str) -> Path | None:
         """A place for what is no JSON data and does not belong to the bundle."""
@@ -80,7 +80,7 @@ def open_stages(staging: Path, plan_hash: str) -> tuple[Path, BuildStages, str]:
         if found is not None:
             note = "an interrupted build of something else lay here and was begun anew"
         _remove_all_but(staging, set())
-        write_text_atomically(plan_file, json.dumps({"plan": plan_hash}))
+        write_atomically(plan_file, json.dumps({"plan": plan_hash}))
     root.mkdir(exist_ok=True)
     return root, BuildStages(stages), note
 

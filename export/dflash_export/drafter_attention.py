@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CAUSAL_KEYS = ("is_causal", "causal", "dflash_query_causal")
@@ -36,6 +36,8 @@ class LayerAttention:
         if self.causal:
             return distance >= 0 if window is None else (distance >= 0) & (distance < window)
         if window is None:
+            import torch  # a plan reads configs without it
+
             return torch.ones_like(distance, dtype=torch.bool)
         return (distance < window) & (distance > -window)
 

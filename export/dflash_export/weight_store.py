@@ -15,7 +15,7 @@ import torch
 
 from dflash_export.quantized_places import QuantizedPart
 from dflash_export.tensor_files import FLOAT8, FLOAT_DTYPES, TensorPlace, stored_bytes
-from dflash_runtime.bundle import FileFacts, QuantizedWeight, WeightEntry, write_text_atomically
+from dflash_runtime.bundle import FileFacts, QuantizedWeight, WeightEntry, write_atomically
 from dflash_runtime.errors import CheckpointError, OutputError
 
 TORCH_DTYPES = FLOAT_DTYPES
@@ -150,7 +150,7 @@ class _Written:
         stream.flush()
         self._noted_bytes = self.size_bytes
         noted = {"head": self._head, "tensors": self.tensors, "size_bytes": self.size_bytes}
-        write_text_atomically(record, json.dumps({**noted, "sha256": self.digest.copy().hexdigest()}))
+        write_atomically(record, json.dumps({**noted, "sha256": self.digest.copy().hexdigest()}))
 
 
 def _section(place: TensorPlace) -> int:

@@ -243,10 +243,6 @@ class Manifest:
             files |= {"drafter_context": self.drafter.context_graph.file, "drafter": self.drafter.graph.file}
         return files
 
-    def to_json(self) -> str:
-        """The manifest as the text of `bundle.json`."""
-        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
-
 
 def read_record(kind: type[Record], path: Path, schema_version: int) -> Record:
     """Reads a JSON file with a `schema_version` strictly as the dataclass `kind`.
@@ -351,7 +347,7 @@ class Bundle:
         if hashed:
             with contextlib.suppress(OSError):  # a read-only home costs one more hash at the next start, nothing else
                 self._stamp_path().parent.mkdir(parents=True, exist_ok=True)
-                write_text_atomically(self._stamp_path(), json.dumps(stamps))
+                write_atomically(self._stamp_path(), json.dumps(stamps))
         return hashed
 
     def cache_key(self) -> str:
@@ -402,16 +398,16 @@ def compare_files(
     return problems, stamps
 
 
-def write_text_atomically(path: Path, text: str) -> None:
-    """Writes a UTF-8 file as `write_atomically` does."""
-    write_atomically(path, text.encode())
+def write_record(path: Path, record: Any) -> None:
+    """Writes a dataclass as JSON, atomically; `read_record` reads it."""
+    write_atomically(path, json.dumps(dataclasses.asdict(record), indent=1, ensure_ascii=False) + "\n")
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file under a temporary name beside `path`, then replaces `path` with it."""
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Writes a file, text in UTF-8, under a temporary name beside `path`, then replaces `path` with it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        temporary.write_bytes(data)
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

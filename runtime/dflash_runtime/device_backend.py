@@ -16,13 +16,10 @@ from dflash_runtime.backend import Round
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.device import Array, Buffer, Device
 from dflash_runtime.device_caches import DeviceCaches
-from dflash_runtime.device_engine import (
-    BoundWeight, DeviceEngineRecord, check_device_engine, device_tag, engine_folders, row_outputs,
-)  # fmt: skip
+from dflash_runtime.device_engine import BoundWeight, DeviceEngineRecord, find_device_engine, row_outputs
 from dflash_runtime.device_graph import DeviceGraph
 from dflash_runtime.device_numbers import PLACES, DeviceNumbers
 from dflash_runtime.device_weights import WeightPlaces, WeightSource, upload_weights
-from dflash_runtime.engine_record import ENGINE_RECORD_NAME
 from dflash_runtime.errors import BackendError, EngineError
 from dflash_runtime.window_rings import RingRows
 
@@ -80,26 +77,24 @@ class DeviceBackend:
                 f"Caches of {layouts} rows, each at least twice the one before, do not hold a context of "
                 f"{manifest.max_context_tokens} and {rows} rows of a call. {remedy}"
             )
-        states, mask_token_id = {"target": manifest.target.graph.state, "drafter": [], "rings": []}, 0
-        if manifest.drafter is not None:
-            mask_token_id = manifest.drafter.mask_token_id
-            for tensor in manifest.drafter.context_graph.state:
-                states["rings" if tensor.input in record.rings else "drafter"].append(tensor)
-        self._numbers, item = DeviceNumbers(device, rows, mask_token_id), _ITEM_BYTES[record.execution_precision]
+        states, drafter = {"target": manifest.target.graph.state, "drafter": [], "rings": []}, manifest.drafter
+        for tensor in [] if drafter is None else drafter.context_graph.state:
+            states["rings" if tensor.input in record.rings else "drafter"].append(tensor)
+        self._numbers = DeviceNumbers(device, rows, 0 if drafter is None else drafter.mask_token_id)
+        item = _ITEM_BYTES[record.execution_precision]
         self._ring_rows, sizes = RingRows(record.rings.values()), {"rings": [r.rows for r in record.rings.values()][:1]}
         self._caches = {key: DeviceCaches(device, s, item, sizes.get(key) or layouts) for key, s in states.items()}
         self.buffers = self._bind(partial(weights, device, bundle))
         outputs = {"target": [o for o in manifest.target.graph.outputs if o.name == "logits"],
                    "candidates": row_outputs(manifest.target.vocab_size),
-                   "drafter": [] if manifest.drafter is None else manifest.drafter.graph.outputs}  # fmt: skip
+                   "drafter": [] if drafter is None else drafter.graph.outputs}  # fmt: skip
         if narrow := [o.name for kind in outputs.values() for o in kind if o.dtype not in ("F32", "I64")]:
             raise EngineError(f"{', '.join(narrow)} are narrower than fp32, and tokens are chosen from fp32. {remedy}")
         self._fetched = {kind: [(io, device.host_memory(self.buffers[kind][io.name].size_bytes)) for io in all_of_it]
                          for kind, all_of_it in outputs.items()}  # fmt: skip
         self._captured: dict[int, Callable[[], None]] = {}
         self._unread = deque[tuple[int, int]]()  # place to read into and block size of each cycle that is enqueued
-        self._position = self._enqueued = 0
-        self._not_finite = False
+        self._position, self._enqueued, self._not_finite = 0, 0, False
 
     def _bind(self, load: Callable[[Iterable[BoundWeight]], WeightPlaces]) -> dict[str, dict[str, Buffer]]:
         """Binds every profile; (kind, I/O tensor) -> its memory, caches apart. The taps of two graphs are one."""
@@ -244,12 +239,16 @@ class DeviceBackend:
                 self._caches[key].commit(sources, profile.rows, rows, slot)
 
     def _make_room(self, position: int) -> None:
-        """Moves the rows of rings where a call might not fit behind them; what runs may be so many tokens ahead."""
-        end = position + sum(dict(self._unread).values())
-        if moved := self._ring_rows.make_room(position, end + self.call_rows):
+        """In rings, moves what is seen from `position` on to the front where a call might not fit behind it.
+
+        The rows may be further than the host knows, by the cycles it has not read.
+        """
+        rings, end = self._ring_rows, position + sum(dict(self._unread).values())
+        if end + self.call_rows - rings.first > rings.fewest_rows:
             self._numbers.wait()  # what is said may change
-            self._caches["rings"].slide(moved, end - self._ring_rows.first)
-            self._numbers.say_one("first_row", np.int64(self._ring_rows.first))
+            before, rings.first = rings.first, position + 1 - rings.widest_tokens
+            self._caches["rings"].slide(rings.first - before, end - rings.first)
+            self._numbers.say_one("first_row", np.int64(rings.first))
 
 
 def open_engines(name: str, bundle: Bundle, device: Device, prefill_chunk_tokens: int,
@@ -262,12 +261,8 @@ def open_engines(name: str, bundle: Bundle, device: Device, prefill_chunk_tokens
         EngineError: there are none, or they were made for another GPU, TensorRT or bundle.
         BackendError: the device has too little memory.
     """
-    made_for = None if device.tensorrt_version is None else device.compute_capability
-    own = [folder for mode in modes for folder in engine_folders(bundle, device_tag(name, made_for, mode))]
-    others = sorted((bundle.path / "engines").glob(f"{name}-sm*"))  # their record says what they are for
-    folder = next((folder for folder in (*own, *others) if (folder / ENGINE_RECORD_NAME).is_file()), own[0])
-    record = DeviceEngineRecord.read(folder, _remedy(name, bundle))
-    check_device_engine(record, bundle, device.tensorrt_version, device.compute_capability, _remedy(name, bundle))
+    folder, record = find_device_engine(name, bundle, modes, device.tensorrt_version, device.compute_capability,
+                                        _remedy(name, bundle))
     return DeviceBackend(name, bundle, device, folder, record, prefill_chunk_tokens, **options)
 
 

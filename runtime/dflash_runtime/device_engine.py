@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_runtime.bundle import Bundle, TensorFacts, cache_root
-from dflash_runtime.engine_record import EngineRecord, source_problems
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME, EngineRecord, source_problems
 from dflash_runtime.errors import EngineError
 
 STOP_ID_SLOTS = 32
@@ -93,6 +94,23 @@ def device_tag(backend: str, compute_capability: str | None, weights_mode: str =
 def engine_folders(bundle: Bundle, tag: str) -> list[Path]:
     """Where engines of a device may lie, in order: in the bundle, or for a read-only one in the cache folder."""
     return [bundle.path / "engines" / tag, cache_root() / "engines" / bundle.cache_key() / tag]
+
+
+def find_device_engine(
+    name: str, bundle: Bundle, modes: Sequence[str], tensorrt_version: str | None, compute_capability: str, remedy: str
+) -> tuple[Path, DeviceEngineRecord]:
+    """The engines of backend `name` for a GPU: their folder and record, checked.
+
+    Of several folders the first in the order of `modes`, how engines have their weights, is taken. The other arguments
+    and the errors are those of `check_device_engine`; EngineError too where there are no engines.
+    """
+    made_for = None if tensorrt_version is None else compute_capability
+    own = [folder for mode in modes for folder in engine_folders(bundle, device_tag(name, made_for, mode))]
+    others = sorted((bundle.path / "engines").glob(f"{name}-sm*"))  # their record says what they are for
+    folder = next((folder for folder in (*own, *others) if (folder / ENGINE_RECORD_NAME).is_file()), own[0])
+    record = DeviceEngineRecord.read(folder, remedy)
+    check_device_engine(record, bundle, tensorrt_version, compute_capability, remedy)
+    return folder, record
 
 
 def check_device_engine(record: DeviceEngineRecord, bundle: Bundle, tensorrt_version: str | None,

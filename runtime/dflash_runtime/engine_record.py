@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from dflash_runtime.bundle import Bundle, FileFacts, compare_files, read_record, write_text_atomically
+from dflash_runtime.bundle import Bundle, FileFacts, compare_files, read_record
 from dflash_runtime.errors import BundleError, EngineError
 from dflash_runtime.window_rings import Ring
 
 ENGINE_RECORD_NAME = "engine.json"
+"""Written last of all files, so that a record means a complete engine."""
 Kind = TypeVar("Kind", bound="EngineRecord")
 
 
@@ -55,10 +55,6 @@ class EngineRecord:
         if problems:
             raise EngineError(f"The engine in {folder} cannot be used: {'; '.join(problems)}. {remedy}")
         return record
-
-    def write(self, folder: Path) -> None:
-        """Writes the record into `folder`, last of all files, so that a record means a complete engine."""
-        write_text_atomically(folder / ENGINE_RECORD_NAME, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,7 +99,7 @@ class GenerationConfig:
             remedy = "Leave it out, or add a drafter with: dflash-export add-drafter BUNDLE DRAFTER"
             raise PromptError(f"{given[0]} is given, but the bundle has no drafter. {remedy}")
         if self.block_size not in (None, "auto"):
-            check_block_size("block_size", self.block_size, manifest)
+            _checked("block_size", self.block_size, 1, max(manifest.block_sizes))
 
     @property
     def needs_logits(self) -> bool:
@@ -114,10 +114,9 @@ class GenerationConfig:
 
     def block_size_of(self, manifest: Manifest) -> Callable[[int], int]:
         """The block size of every round; 1 throughout for plain decoding."""
-        size = self.fixed_block_size(manifest)
-        if (schedule := self.block_schedule) is None:
-            return lambda n: size
-        return lambda n: check_block_size(f"block_schedule({n})", schedule(n), manifest)
+        size, largest = self.fixed_block_size(manifest), max(manifest.block_sizes)
+        schedule = self.block_schedule or (lambda n: size)
+        return lambda n: int(_checked(f"block_schedule({n})", schedule(n), 1, largest))
 
     def fixed_block_size(self, manifest: Manifest) -> int:
         """The request's block size, the largest where a schedule varies it."""
@@ -126,11 +125,6 @@ class GenerationConfig:
         if self.block_schedule is not None or self.block_size == "auto":
             return max(manifest.block_sizes)
         return self.block_size or min(manifest.drafter.block_size, max(manifest.block_sizes))
-
-
-def check_block_size(name: str, size: Any, manifest: Manifest) -> int:
-    """Returns `size` if the bundle's buffers have room for it, else raises PromptError."""
-    return int(_checked(name, size, 1, max(manifest.block_sizes)))
 
 
 def check_ids(name: str, ids: Sequence[Any], vocab_size: int) -> list[int]:

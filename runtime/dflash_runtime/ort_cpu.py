@@ -15,7 +15,7 @@ from dflash_runtime.bundle import Bundle, GraphFacts, StateTensor
 from dflash_runtime.engine_record import HostEngineRecord, engine_folder, open_engine
 from dflash_runtime.errors import BackendError, EngineError
 from dflash_runtime.weights import MappedWeights
-from dflash_runtime.window_rings import RingRows
+from dflash_runtime.window_rings import Ring, RingRows
 
 _PROVIDER = "CPUExecutionProvider"
 
@@ -50,8 +50,7 @@ class OrtCpuBackend:
         self._context = self._drafter = None
         if (drafter := manifest.drafter) is not None:
             self._mask_token_id = drafter.mask_token_id
-            rings = {name: ring.rows for name, ring in record.rings.items()}
-            self._drafter_state = _allocate(drafter.context_graph.state, capacity, rings)
+            self._drafter_state = _allocate(drafter.context_graph.state, capacity, record.rings)
             self._outputs["drafter"] = _arrays(drafter.graph, max(manifest.block_sizes) - 1)
             self._context = _Graph(session_of(drafter.context_graph.file), drafter.context_graph, self._drafter_state)
             self._drafter = _Graph(session_of(drafter.graph.file), drafter.graph, self._drafter_state)
@@ -198,6 +197,6 @@ def _arrays(graph: GraphFacts, rows: int) -> dict[str, Array]:
     return {name: np.zeros((1, *sizes), dtype) for name, (sizes, dtype) in forms.items()}
 
 
-def _allocate(state: list[StateTensor], capacity: int, rings: Mapping[str, int]) -> dict[str, Array]:
+def _allocate(state: list[StateTensor], capacity: int, rings: Mapping[str, Ring]) -> dict[str, Array]:
     """Zeroed buffers of `capacity` rows, or a ring's: memory is taken by the system only where rows are written."""
-    return {t.input: np.zeros(t.cache_shape(rings.get(t.input, capacity)), np.float32) for t in state}
+    return {t.input: np.zeros(t.cache_shape(rings.get(t.input, Ring(0, capacity)).rows), np.float32) for t in state}

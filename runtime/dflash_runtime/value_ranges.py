@@ -7,10 +7,9 @@ beside the manifest: a program that does not know it opens the bundle all the sa
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
-from dflash_runtime.bundle import Bundle, read_record, write_text_atomically
+from dflash_runtime.bundle import Bundle, read_record, write_record
 
 RANGES_NAME = "ranges.json"
 RANGES_SCHEMA_VERSION = 1
@@ -61,7 +60,7 @@ class RangeRecord:
 
 def write_ranges(root: Path, record: RangeRecord) -> None:
     """Writes `ranges.json` into a bundle under construction."""
-    write_text_atomically(root / RANGES_NAME, json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+    write_record(root / RANGES_NAME, record)
 
 
 def read_ranges(bundle: Bundle) -> RangeRecord | None:

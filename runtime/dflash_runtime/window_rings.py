@@ -17,8 +17,8 @@ class Ring:
     window_tokens: int
     """Rows a query sees, its own included."""
     rows: int
-    """On the CPU what a block sees of the context, and the block, any part of which may be rejected: window + block - 1.
-    On a device twice the window and some calls, so that rows move seldom and never onto themselves."""
+    """On the CPU window + block - 1: what a block sees of the context, and the block, as all of it may be rejected.
+    On a device twice the window and some calls: rows move seldom, and never onto themselves."""
 
 
 class RingRows:
@@ -26,8 +26,8 @@ class RingRows:
 
     def __init__(self, rings: Iterable[Ring]) -> None:
         self.rings = list(rings)
-        self._fewest = min((ring.rows for ring in self.rings), default=2**63)
-        self._widest = max((ring.window_tokens for ring in self.rings), default=0)
+        self.fewest_rows = min((ring.rows for ring in self.rings), default=2**63)
+        self.widest_tokens = max((ring.window_tokens for ring in self.rings), default=0)
         self.first = self._end = 0
         """On a device, the row in the first slot. On the CPU a row that was kept, and where writing has got to."""
 
@@ -39,13 +39,6 @@ class RingRows:
         """Rows up to `end` were written, on the CPU."""
         self._end = max(self._end, end)
 
-    def make_room(self, position: int, end: int) -> int:
-        """On a device: by how many slots the rows seen from `position` on move to the front, so that `end` fits."""
-        before = self.first
-        if end - before > self._fewest:
-            self.first = position + 1 - self._widest
-        return self.first - before
-
     def keep(self, kept_rows: int) -> int:
         """Of the rows both models have, those a request can begin behind.
 
@@ -53,5 +46,5 @@ class RingRows:
         again, and its taps fill the rings.
         """
         if any(max(0, kept_rows - ring.window_tokens + 1) < self.oldest(ring) for ring in self.rings):
-            kept_rows = self.first = self._end = max(0, kept_rows - self._widest + 1)
+            kept_rows = self.first = self._end = max(0, kept_rows - self.widest_tokens + 1)
         return kept_rows

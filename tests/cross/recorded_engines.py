@@ -18,8 +18,9 @@ from dflash_engines.primitive_form import lower_primitive
 from dflash_engines.tensorrt_network import _fix_capacity
 from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan
 from dflash_engines.tensorrt_versions import VERSIONS
-from dflash_runtime.bundle import Bundle, GraphKind
+from dflash_runtime.bundle import Bundle, GraphKind, write_record
 from dflash_runtime.device_engine import BoundWeight, GraphEngine, device_tag
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME
 
 BACKENDS = {"fused": "tensorrt-rtx", "primitive": "tensorrt"}
 
@@ -51,7 +52,8 @@ def write_recorded_engines(
         (folder / f"{kind}.engine").write_bytes(onnx)
         profiles = plan.profiles(kind)
         engines.append(GraphEngine(kind, f"{kind}.engine", "key", profiles, weights, [0] * len(profiles), 0))
-    dataclasses.replace(plan.record(engines, folder), execution_precision="fp32").write(folder)
+    write_record(folder / ENGINE_RECORD_NAME,
+                 dataclasses.replace(plan.record(engines, folder), execution_precision="fp32"))  # fmt: skip
     return folder
 
 

@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Make
-from pairs import AUTHOR_PAIRS, MAIN, Pair
+from pairs import AUTHOR_PAIRS, HALF_PAIRS, MAIN, Pair
 from recorded_engines import BACKENDS, write_recorded_engines
 from recording_device import RecordingDevice
 
+from dflash_engines import tensorrt_engines
 from dflash_engines.draft_windows import drafter_rings
+from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan
+from dflash_engines.tensorrt_versions import VERSIONS
 from dflash_runtime import GenerationConfig, GenerationResult, Session
-from dflash_runtime.bundle import MANIFEST_NAME, Bundle
+from dflash_runtime.bundle import MANIFEST_NAME, Bundle, write_record
 from dflash_runtime.device_backend import DeviceBackend
 from dflash_runtime.device_caches import DeviceCaches
 from dflash_runtime.device_engine import DeviceEngineRecord
@@ -115,10 +118,15 @@ def test_the_same_proposals_wherever_the_rows_lie(
     bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch, form: str, pair: Pair
 ) -> None:
     bundle = bundles[pair.name]
-    window, block, context = facts_of(bundle)
+    window, _, context = facts_of(bundle)
     lengths, new_tokens = (1, window, 41, context - 70), 69
-    moves, slide = [], DeviceCaches.slide
-    monkeypatch.setattr(DeviceCaches, "slide", lambda self, moved, rows: (moves.append(moved), slide(self, moved, rows)))
+    moves, slide = list[int](), DeviceCaches.slide
+
+    def count(self: DeviceCaches, moved: int, rows: int) -> None:
+        moves.append(moved)
+        slide(self, moved, rows)
+
+    monkeypatch.setattr(DeviceCaches, "slide", count)
     with Opened(bundle, form) as made:
         assert made.record.rings
         assert said(made, bundle, lengths, new_tokens) == as_on_the_cpu(bundle, lengths, new_tokens)
@@ -141,7 +149,7 @@ def test_memory_does_not_depend_on_the_context(bundles: dict[str, Bundle], tmp_p
     window, _, context = facts_of(bundle)
     longer = Bundle.open(shutil.copytree(bundle.path, tmp_path / "longer"))
     manifest = dataclasses.replace(longer.manifest, max_context_tokens=4 * context)
-    (longer.path / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    write_record(longer.path / MANIFEST_NAME, manifest)
     write_recorded_engines(Bundle(longer.path, manifest), form, [4], 8)
     sizes = []
     for one in (bundle, Bundle.open(longer.path)):
@@ -261,9 +269,11 @@ def test_a_ring_that_is_trusted_too_far_shows(
 ) -> None:
     fault(monkeypatch)
 
+    bundle = bundles[BOTH_WAYS.name]
+
     def differs(seed: int) -> bool:
         try:
-            return any(essence(kept) != essence(fresh) for kept, fresh, _ in turns(bundles[BOTH_WAYS.name], "fused", seed))
+            return any(essence(kept) != essence(fresh) for kept, fresh, _ in turns(bundle, "fused", seed))
         except RuntimeError:  # a slot before the first
             return True
 
@@ -307,10 +317,24 @@ def test_the_host_waits_only_where_rows_move(bundles: dict[str, Bundle]) -> None
     assert moved >= 2 and log.count(("upload", 256)) == moved
 
 
-def test_rings_of_one_size_move_together() -> None:
+@pytest.mark.parametrize("form", ["fused", "primitive"])
+def test_tensorrt_rtx_builds_them(exported: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """A window in one layer of two; the primitive form as it is, with TensorRT-RTX as its builder."""
+    pytest.importorskip("tensorrt_rtx")
+    bundle = Bundle.open(shutil.copytree(exported(HALF_PAIRS[0]), tmp_path / "bundle"))
+    (row,) = [row for row in VERSIONS if (row.flavour, row.form) == (BACKENDS[form], form)]
+    monkeypatch.setattr(tensorrt_engines, "row_for", lambda backend, version: row)
+    monkeypatch.setattr(EnginePlan, "_capacities", lambda self: [self.capacity_rows])
+    built = tensorrt_engines.build_engines(bundle, EngineOptions(
+        "tensorrt-rtx", compute_capability="8.9", block_sizes=[8], prefill_chunk_tokens=16))  # fmt: skip
+    assert built.record.form == form
+    assert built.record.rings == dict.fromkeys(
+        ["past_key_values.0.key", "past_key_values.0.value"], Ring(16, 2 * 15 + 3 * 16))  # fmt: skip
+
+
+def test_what_is_kept_of_rings_of_one_size() -> None:
     rows = RingRows([Ring(6, 34), Ring(4, 34)])
-    assert rows.make_room(26, 34) == 0 and rows.first == 0
-    assert rows.make_room(27, 35) == 22 and rows.first == 22  # the block at 27 sees 22 to 27
-    assert rows.keep(28) == 28 and rows.first == 22
+    rows.first = 22
+    assert rows.keep(27) == 27 and rows.first == 22  # a block at 27 sees 22 to 27
     assert rows.keep(26) == 21 and rows.first == 21  # it would see 21 to 26: run again from there
-    assert RingRows([]).make_room(2**40, 2**41) == 0
+    assert rows.keep(0) == 0 and rows.first == 0

@@ -16,8 +16,8 @@ from faults import edit_graph, last_slot_is_another_token, taps_are_swapped, win
 from pairs import FULL, SLIDING, Pair, export_quickly, quiet
 
 from dflash_runtime import Bundle, ParityError
-from dflash_runtime.bundle import Manifest, file_facts, read_record
-from dflash_runtime.engine_record import HostEngineRecord, engine_folder
+from dflash_runtime.bundle import Manifest, file_facts, read_record, write_record
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME, HostEngineRecord, engine_folder
 from dflash_tools import pipeline
 
 UNTIED = Pair(
@@ -131,7 +131,7 @@ def test_a_faulty_engine_ends_the_build(pair_folder: Path, tmp_path: Path, monke
         _rename(bundle.path, "engines/ort-cpu/drafter.onnx", "lm_head.weight", "model.embed_tokens.weight")
         folder = engine_folder(bundle, "ort-cpu")
         record = read_record(HostEngineRecord, folder / "engine.json", HostEngineRecord.SCHEMA_VERSION)
-        dataclasses.replace(record, files=file_facts(folder, record.files)).write(folder)
+        write_record(folder / ENGINE_RECORD_NAME, dataclasses.replace(record, files=file_facts(folder, record.files)))
 
     def export(plan: Any, root: Path, *_: Any) -> Manifest:
         shutil.copytree(pair_folder / "bundle", root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("engines"))

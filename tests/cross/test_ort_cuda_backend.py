@@ -14,6 +14,7 @@ from recording_device import RecordingDevice
 from tiny_models import drafter_config
 
 from dflash_engines import ort_cpu, ort_cuda
+from dflash_engines.draft_windows import drafter_rings
 from dflash_engines.half_precision import to_fp32
 from dflash_engines.ort_cuda import lower_model, write_graphs
 from dflash_runtime import BackendError, EngineError
@@ -46,10 +47,16 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
         write_hollow_bundle(root, TARGET, drafter_config(num_target_layers=3, taps=(0, 1)), max_context_tokens=80)
         bundle = fill_weights(root, seed=1, likely_tokens=2)
         ort_cpu.lower_bundle(root)
-        files = bundle.manifest.graph_files()
-        wide = {kind: to_fp32(lower_model(ir.load(root / file), kind, "bf16")) for kind, file in files.items()}
-        write_graphs(bundle, wide, {}, "fp32")
+        write_engines(bundle)
         yield bundle
+
+
+def write_engines(bundle: Bundle) -> None:
+    """The lowered graphs in fp32, which ONNX Runtime's attention on a CPU wants."""
+    files, rings = bundle.manifest.graph_files(), drafter_rings(bundle.manifest, call_rows=ort_cuda._CHUNK_TOKENS)
+    wide = {kind: to_fp32(lower_model(ir.load(bundle.path / file), kind, "bf16", {} if kind == "target" else rings))
+            for kind, file in files.items()}  # fmt: skip
+    write_graphs(bundle, wide, {}, "fp32", rings)
 
 
 def open_here(bundle: Bundle) -> DeviceBackend:
@@ -75,6 +82,23 @@ def test_it_drafts_and_says_what_ort_cpu_does(bundle: Bundle) -> None:
                 assert proposed[:-1] == tokens(other, prompt, block_size)[1][:-1]
             accepted += sum(len(p) > 0 for p in proposed)
     assert accepted
+    ours.close()
+
+
+def test_windows_in_caches_of_constant_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ort_cuda, "_CHUNK_TOKENS", 8)
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+    write_hollow_bundle(tmp_path / "bundle", TARGET, drafter_config(num_target_layers=3, taps=(0, 1), **windows),
+                        max_context_tokens=80)  # fmt: skip
+    bundle = fill_weights(tmp_path / "bundle", seed=1, likely_tokens=2)
+    ort_cpu.lower_bundle(bundle)
+    write_engines(bundle)
+    ours, other = open_here(bundle), open_backend("ort-cpu", bundle, 1, CHUNK)
+    assert {group.memory.size_bytes for group in ours._caches["rings"].groups} == {2 * 2 * 34 * 32 * 4}
+    for prompt in PROMPTS:
+        found, expected = tokens(ours, prompt, 4), tokens(other, prompt, 4)
+        assert (found[0], found[1][:-1]) == (expected[0], expected[1][:-1])
+        assert ours._ring_rows.first > 0  # rows have moved
     ours.close()
 
 

@@ -171,7 +171,7 @@ def test_a_killed_writer_leaves_a_bundle_that_opens(bundle: Path, monkeypatch: p
     def killed(path: Path, text: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dflash_tools.reference_file.write_text_atomically", killed)
+    monkeypatch.setattr("dflash_tools.reference_file.write_atomically", killed)
     with pytest.raises(KeyboardInterrupt):
         add_to_bundle(Bundle.open(bundle), made(bundle, new_tokens=6))
     Bundle.open(bundle).check_files(full=True)

@@ -20,7 +20,7 @@ from dflash_runtime.bundle import (
     TextFacts,
     WeightEntry,
     file_facts,
-    write_text_atomically,
+    write_record,
 )
 
 GRAPHS = ("target.onnx", "drafter_context.onnx", "drafter.onnx")
@@ -59,7 +59,7 @@ def write_manifest(root: Path, precision: str) -> None:
         checks=[],
         provenance=Provenance("0", [], {}),
     )
-    write_text_atomically(root / MANIFEST_NAME, manifest.to_json())
+    write_record(root / MANIFEST_NAME, manifest)
 
 
 def _weights(root: Path) -> dict[str, WeightEntry]:

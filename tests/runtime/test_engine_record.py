@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dflash_runtime import EngineError, Session
-from dflash_runtime.bundle import Bundle, write_text_atomically
-from dflash_runtime.engine_record import engine_folder, open_engine
+from dflash_runtime.bundle import Bundle, write_record
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME, engine_folder, open_engine
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def test_record_survives_writing(copy: Path) -> None:
     bundle = Bundle.open(copy)
     record = open_engine(bundle, "ort-cpu")
-    record.write(engine_folder(bundle, "ort-cpu"))
+    write_record(engine_folder(bundle, "ort-cpu") / ENGINE_RECORD_NAME, record)
     assert open_engine(bundle, "ort-cpu") == record
     assert not list(copy.rglob("*.partial"))
 
@@ -88,7 +88,7 @@ def refresh(root: Path, name: str) -> None:
 
     manifest = Bundle.open(root, check_files=False).manifest
     files = {**manifest.files, **file_facts(root, [name])}
-    write_text_atomically(root / "bundle.json", dataclasses.replace(manifest, files=files).to_json())
+    write_record(root / "bundle.json", dataclasses.replace(manifest, files=files))
 
 
 def test_graph_that_onnx_runtime_refuses(copy: Path) -> None:

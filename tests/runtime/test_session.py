@@ -11,6 +11,7 @@ import pytest
 from tiny_bundle import EOS, Sizes, write_bundle
 
 from dflash_runtime import GenerationConfig, GenerationResult, NumericsError, PromptError, Session
+from dflash_runtime.bundle import write_record
 
 PROMPT = [5, 17, 3, 60, 42, 8]
 FREE = GenerationConfig(max_new_tokens=60, stop_token_ids=())
@@ -321,11 +322,11 @@ def _refresh_files(path: Path) -> None:
 
 
 def _rewrite_files(path: Path, keep: Any) -> None:
-    from dflash_runtime.bundle import Bundle, file_facts, write_text_atomically
+    from dflash_runtime.bundle import Bundle, file_facts
 
     manifest = Bundle.open(path, check_files=False).manifest
     files = file_facts(path, [name for name in manifest.files if keep(name)])
-    write_text_atomically(path / "bundle.json", dataclasses.replace(manifest, files=files).to_json())
+    write_record(path / "bundle.json", dataclasses.replace(manifest, files=files))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

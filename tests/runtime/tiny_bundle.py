@@ -30,9 +30,9 @@ from dflash_runtime.bundle import (
     TextFacts,
     WeightEntry,
     file_facts,
-    write_text_atomically,
+    write_record,
 )
-from dflash_runtime.engine_record import HostEngineRecord
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME, HostEngineRecord
 
 BOS, EOS, IM_END = 256, 257, 258
 FIRST_LIKELY = ord("a")
@@ -321,7 +321,8 @@ def write_engine(root: Path, sizes: Sizes, *, upcast: bool = False) -> None:
     source = {name: bundle.manifest.files[name].sha256 for name in graphs}
     given = sorted(bundle.manifest.weights) if upcast else ["embed"]
     version, files = HostEngineRecord.SCHEMA_VERSION, file_facts(folder, graphs)
-    HostEngineRecord(version, "ort-cpu", source, files, "fp32", {}, given, {}, upcast).write(folder)
+    record = HostEngineRecord(version, "ort-cpu", source, files, "fp32", {}, {}, given, {}, upcast)
+    write_record(folder / ENGINE_RECORD_NAME, record)
 
 
 TEMPLATE = (
@@ -360,7 +361,7 @@ def write_bundle(
         checks=[],
         provenance=Provenance("0", [], {}),
     )
-    write_text_atomically(root / "bundle.json", manifest.to_json())
+    write_record(root / "bundle.json", manifest)
     write_engine(root, sizes, upcast=precision != "fp32")
     return root
 

@@ -188,11 +188,11 @@ def test_conditions_of_a_card(pair: Bundle) -> None:
 
 
 def test_memory_by_the_facts_is_what_a_session_allocates(pair: Bundle) -> None:
-    memory = session_memory(pair, "ort-cpu", "fp32")
+    memory = session_memory(pair, "fp32", {})
     found = measure_session(pair, 1)
     assert memory.kv_bytes == found.target_kv_bytes + found.drafter_kv_bytes
     assert memory.weight_bytes == sum(entry.length_bytes for entry in pair.manifest.weights.values())
-    half = session_memory(pair, "ort-cpu", "fp16")
+    half = session_memory(pair, "fp16", {})
     assert (half.kv_bytes * 2, half.weight_bytes * 2) == (memory.kv_bytes, memory.weight_bytes)
 
 

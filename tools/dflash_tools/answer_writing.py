@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.bundle import write_text_atomically
+from dflash_runtime.bundle import write_atomically
 from dflash_runtime.errors import OutputError, PromptError
 from dflash_tools.answer_batch import AnswerBatch, AnswerRules
 from dflash_tools.training_answers import ANSWERS_FILE
@@ -76,7 +76,7 @@ def claim_folder(out: Path, facts: dict[str, Any]) -> int:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"{out} cannot be made: {error.strerror or error}.") from error
-        write_text_atomically(path, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(path, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
         return 0
     found = json.loads(path.read_text(encoding="utf-8"))
     differing = sorted(key for key in found.keys() | facts.keys() if found.get(key) != facts.get(key))

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from dflash_runtime.backend import AVAILABLE
-from dflash_runtime.bundle import write_text_atomically
+from dflash_runtime.bundle import write_atomically
 from dflash_runtime.errors import OutputError
 from dflash_tools.bench_page import page
 from dflash_tools.bench_report import headline, terminal_lines
@@ -89,6 +89,6 @@ def command(
         click.echo(f"\n{headline(report)}")
     if json_file is not None:
         told = [report.to_json() for report in reports]
-        write_text_atomically(json_file, json.dumps(told, ensure_ascii=False, indent=1) + "\n")
+        write_atomically(json_file, json.dumps(told, ensure_ascii=False, indent=1) + "\n")
     if html_file is not None:
-        write_text_atomically(html_file, page(reports))
+        write_atomically(html_file, page(reports))

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from dflash_runtime.bundle import decode, write_text_atomically
+from dflash_runtime.bundle import decode, write_atomically
 from dflash_tools.position_acceptance import DraftedRound, drafted_rounds
 
 OURS, TRANSFORMERS, AUTHORS, GENAI, SERVER = "ours", "transformers", "dflash", "genai", "openai"
@@ -117,7 +117,7 @@ class EngineRun:
 
 def write_json(path: Path, value: Job | EngineRun) -> None:
     """Writes a job or its result."""
-    write_text_atomically(path, json.dumps(dataclasses.asdict(value)))
+    write_atomically(path, json.dumps(dataclasses.asdict(value)))
 
 
 def read_job(path: Path) -> Job:

@@ -183,7 +183,7 @@ def _prompt_facts(plan: _Plan, questions: Sequence[Question], max_new_tokens: in
 
 
 def _memory(plan: _Plan, runs: Sequence[Sequence[EngineRun]]) -> MemoryFacts:
-    session = session_memory(plan.bundle, plan.settings.backend, plan.place.precision)
+    session = session_memory(plan.bundle, plan.place.precision, plan.place.ring_rows)
     pairs = [(e, own) for e, own in zip(plan.entrants, runs, strict=True) if e.engine != SERVER]
     device = {e.label: [r.device_memory_bytes for r in own if r.device_memory_bytes] for e, own in pairs}
     return MemoryFacts(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from dflash_runtime.bundle import Bundle, StateTensor
-from dflash_runtime.engine_record import open_engine
 from dflash_tools.plan_formulas import capacity_tokens
 from dflash_tools.weight_bytes import ITEM_BYTES
 
@@ -24,13 +24,14 @@ class SessionMemory:
     """Caches of target and drafter at full capacity."""
 
 
-def session_memory(bundle: Bundle, backend: str, precision: str) -> SessionMemory:
-    """Bytes of weights and caches of a backend, in the precision its engine executes in.
+def session_memory(bundle: Bundle, precision: str, ring_rows: Mapping[str, int]) -> SessionMemory:
+    """Bytes of weights and caches of a session.
 
-    Raises:
-        EngineError: the backend is `ort-cpu`, whose record says which caches are rings, and it has no usable engine.
+    Args:
+        bundle: What it runs.
+        precision: What its engine executes in.
+        ring_rows: Rows of the drafter's caches that are not as long as the context, by name.
     """
-    rings = open_engine(bundle, backend).rings if backend == "ort-cpu" else {}
     manifest, item = bundle.manifest, ITEM_BYTES[precision]
     weights = sum(
         math.prod(entry.shape) * item if entry.dtype in _FLOATS else entry.length_bytes
@@ -39,7 +40,7 @@ def session_memory(bundle: Bundle, backend: str, precision: str) -> SessionMemor
     capacity = capacity_tokens(manifest.max_context_tokens, manifest.block_sizes)
     kv = sum(_elements(tensor, capacity) for tensor in manifest.target.graph.state)
     for tensor in [] if manifest.drafter is None else manifest.drafter.context_graph.state:
-        kv += _elements(tensor, rings[tensor.input].rows if tensor.input in rings else capacity)
+        kv += _elements(tensor, ring_rows.get(tensor.input, capacity))
     return SessionMemory(weights, kv * item)
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_runtime.bundle import write_text_atomically
+from dflash_runtime.bundle import write_atomically
 from dflash_runtime.errors import OutputError, PromptError
 
 Message = dict[str, str]
@@ -55,6 +55,6 @@ def write_conversation(path: Path, messages: Sequence[Message]) -> None:
         except PromptError as error:
             raise OutputError(f"{path} exists and holds no conversation, so it stays. Choose another name.") from error
     try:
-        write_text_atomically(path, json.dumps(list(messages), ensure_ascii=False, indent=1) + "\n")
+        write_atomically(path, json.dumps(list(messages), ensure_ascii=False, indent=1) + "\n")
     except OSError as error:
         raise OutputError(f"{path} cannot be written ({error.strerror}). Choose another place.") from error

@@ -172,7 +172,8 @@ class DeviceProbe:
         self._graphs[kind].contexts[profile].enqueue()
         model = _model(kind)
         if "new_rows.0" in buffers:  # the primitive form; its drafter graph hands out none, as they are scratch
-            sources = iter([buffers[name].address for name in sorted(buffers) if name.startswith("new_rows.")])
+            count = sum(name.startswith("new_rows.") for name in buffers)
+            sources = iter([buffers[f"new_rows.{i}"].address for i in range(count)])
             self._caches[model].commit(sources, profile.rows, rows, position)
             if kind == CONTEXT:
                 self._caches["rings"].commit(sources, profile.rows, rows, position - self._ring_rows.first)
@@ -188,8 +189,9 @@ class DeviceProbe:
         if (kept := rings.keep(position)) < position:
             for tensor in self._ringed:
                 self._put_back(tensor, kept, position)
-        elif moved := rings.make_room(position, position + rows):
-            self._caches["rings"].slide(moved, position - rings.first)
+        elif position + rows - rings.first > rings.fewest_rows:
+            before, rings.first = rings.first, position + 1 - rings.widest_tokens
+            self._caches["rings"].slide(rings.first - before, position - rings.first)
 
     def _put_back(self, tensor: StateTensor, start: int, end: int) -> None:
         caches = self._caches["rings"]
@@ -214,11 +216,11 @@ class DeviceProbe:
         state, first = self._facts[kind].state, self._ring_rows.first
         if kind == TARGET:
             return self._rows.read(self._caches[kind], state, self._capacity, start, end)
-        widest = max((ring.window_tokens for ring in self._record.rings.values()), default=1)
-        seen = max(first, start - widest + 1)
-        for name, rows in self._rows.read_all([self._caches["rings"]], self._ringed, 0, seen - first, end - first).items():
+        seen = max(first, start - self._ring_rows.widest_tokens + 1)
+        rings = self._caches["rings"]
+        for name, rows in self._rows.read(rings, self._ringed, rings.layout_rows, seen - first, end - first).items():
             self._unrolled[name][seen:end] = rows
-        return self._rows.read_all([self._caches["drafter"], self._caches["rings"]], state, first, start, end)
+        return self._rows.read_all([self._caches["drafter"], rings], state, first, start, end)
 
     def _dtype(self) -> str:
         return _HALF.get(self.precision, "F32")

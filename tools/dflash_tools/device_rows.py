@@ -22,8 +22,8 @@ class DeviceRows:
         self._device, self._dtype = device, _DTYPES[precision]
         self._staging: Array = np.zeros(0, np.uint8)
 
-    def read_all(self, caches: Sequence[DeviceCaches], state: Sequence[StateTensor], first_row: int, start: int, end: int
-                 ) -> Tensors:
+    def read_all(self, caches: Sequence[DeviceCaches], state: Sequence[StateTensor], first_row: int, start: int,
+                 end: int) -> Tensors:
         """Rows `start` to `end` of every cache of a model, in fp32.
 
         Args:

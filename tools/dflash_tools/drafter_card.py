@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_runtime.bundle import write_text_atomically
+from dflash_runtime.bundle import write_atomically
 from dflash_tools.sizes import bytes_text, count_text
 from dflash_tools.training_data import data_record
 from dflash_tools.training_run import TrainOptions, TrainResult
@@ -24,7 +24,7 @@ def write_card(options: TrainOptions, result: TrainResult, argv: Sequence[str]) 
         argv: The command that made it.
     """
     path = options.out / CARD_FILE
-    write_text_atomically(path, card_text(options, result, argv))
+    write_atomically(path, card_text(options, result, argv))
     return path
 
 

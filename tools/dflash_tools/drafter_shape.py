@@ -77,6 +77,8 @@ def default_block_sizes(block_size: int) -> tuple[int, ...]:
 def _build(
     config: Mapping[str, Any], nested: Mapping[str, Any], target: ModelShape, name: str, *, assumed: bool
 ) -> DrafterShape:
+    from dflash_export.drafter_attention import read_layer_attention
+
     def count(key: str, default: int | None = None) -> int:
         value = nested.get(key, config.get(key))
         value = default if value is None else value
@@ -101,12 +103,14 @@ def _build(
         matrices.append(_linear(kernel_rows, H, layers, *convs))
         matrices.append(Matrix(rank, H, modules=("candidate_selector.hidden_projection",)))
         vectors += layers * 2 * (2 * taken * H) + 2 * target.vocab_size * rank  # fixed kernels, and two codebooks
+    seen = read_layer_attention(config, nested, layers, name)
+    kv_layers = tuple(KvLayer(kv_heads, D, layer.window_tokens) for layer in seen)
     own_head = count("draft_vocab_size", target.vocab_size)
     head = 0 if own_head == target.vocab_size else own_head * H
     body = ModelShape(
         name=name, family="dflash", num_layers=layers, hidden_size=H, vocab_size=target.vocab_size, num_heads=heads,
         head_dim=D, num_kv_heads=kv_heads, intermediate_size=inner, matrices=tuple(matrices), vector_elements=vectors,
-        embedding_elements=0, head_elements=head, kv_layers=(KvLayer(kv_heads, D),) * layers,
+        embedding_elements=0, head_elements=head, kv_layers=kv_layers,
         max_position_tokens=count("max_position_embeddings", target.max_position_tokens),
     )  # fmt: skip
     width = count("target_hidden_size", H)

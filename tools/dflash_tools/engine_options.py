@@ -45,7 +45,8 @@ def given_tensorrt_options(options: dict[str, Any]) -> list[str]:
 
 
 def engine_orders(
-    backend: str, options: dict[str, Any], block_sizes: Sequence[int], precision: str | None
+    backend: str, options: dict[str, Any], block_sizes: Sequence[int], precision: str | None,
+    draft_window_tokens: int | None = None,
 ) -> list[EngineOptions]:
     """What engines to build, one set for each kind of GPU.
 
@@ -54,6 +55,7 @@ def engine_orders(
         options: Values of `tensorrt_options`.
         block_sizes: Block sizes, anchor included; empty for those of the bundle.
         precision: fp16 or bf16; None for that of the bundle.
+        draft_window_tokens: Window of drafter layers that have none.
     """
     from dflash_engines.tensorrt_plan import EngineOptions
 
@@ -66,6 +68,7 @@ def engine_orders(
             weights_mode="shared" if options["weights"] == "auto" else options["weights"],
             precision=precision,
             fp32_residuals=options["fp32_residuals"],
+            draft_window_tokens=draft_window_tokens,
             max_build_memory_bytes=options["max_build_memory"],
         )
         for capability in options["capabilities"] or (None,)

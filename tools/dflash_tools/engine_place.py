@@ -23,6 +23,8 @@ class EnginePlace:
     """What its graphs compute in."""
     file_bytes: int
     """Size of all its engine files; weights are apart unless they are embedded."""
+    ring_rows: dict[str, int]
+    """Rows of the drafter's caches that are not as long as the context, by name."""
     record_sha256: str
     """Of its record, which names the hash of every file: another engine has another one."""
 
@@ -46,7 +48,8 @@ def find_engine_place(bundle: Bundle, backend: str, machine: Machine | None = No
         raise EngineError(f"{bundle.path} has engines for {backend}, but none for the GPU of this machine. {remedy}")
     path, record = found[0]
     size = sum(int(facts["size_bytes"]) for facts in record["files"].values())
-    return EnginePlace(path.parent, str(record["execution_precision"]), size, sha256_of(path))
+    rings = {name: int(ring["rows"]) for name, ring in record["rings"].items()}
+    return EnginePlace(path.parent, str(record["execution_precision"]), size, rings, sha256_of(path))
 
 
 def _records(bundle: Bundle) -> list[tuple[Path, dict[str, Any]]]:

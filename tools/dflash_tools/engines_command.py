@@ -37,8 +37,8 @@ _ORT = ("ort-cpu", "ort-cuda")
 @click.option("--activations", type=click.Choice(["int8", "fp32"]),
               help="ort-cpu, quantised weights: what their products round activations to. Default: int8.")
 @click.option("--draft-window", "draft_window", type=click.IntRange(1), metavar="N",
-              help="ort-cpu: drafter layers that see the whole context see its last N tokens. Other proposals, the "
-              "same text, memory that does not grow with the context.")
+              help="Drafter layers that see the whole context see its last N tokens. Other proposals, the same text, "
+              "memory that does not grow with the context.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(bundle: Path, backend: str, as_json: bool, **options: Any) -> None:
     """Makes what a backend executes from BUNDLE's portable graphs. Needs neither torch nor Transformers.
@@ -50,8 +50,6 @@ def command(bundle: Path, backend: str, as_json: bool, **options: Any) -> None:
     opened = Bundle.open(bundle)
     if options["activations"] is not None and (backend != "ort-cpu" or not opened.manifest.quantized):
         raise click.UsageError("--activations is for ort-cpu and bundles with quantised weights.")
-    if options["draft_window"] is not None and backend != "ort-cpu":
-        raise click.UsageError(f"--draft-window is for ort-cpu; on {backend} a drafter keeps the whole context.")
     if backend in TENSORRT:
         _build_tensorrt(opened, backend, options, as_json)
         return
@@ -60,16 +58,15 @@ def command(bundle: Path, backend: str, as_json: bool, **options: Any) -> None:
         from dflash_engines import ort_cpu, ort_cuda
         from dflash_engines.fp16_graphs import fp16_warnings
     record: EngineRecord
-    warnings, kept = list[str](), list[str]()
+    warnings = list[str]()
     if backend == "ort-cuda":
-        record = ort_cuda.lower_bundle(opened.path, options["precision"])
+        record = ort_cuda.lower_bundle(opened.path, options["precision"], draft_window_tokens=options["draft_window"])
         warnings = fp16_warnings(opened, record.execution_precision)
     else:
-        record = lowered = ort_cpu.lower_bundle(
+        record = ort_cpu.lower_bundle(
             opened.path, activations=options["activations"] or ort_cpu.DEFAULT_ACTIVATIONS,
             draft_window_tokens=options["draft_window"],
         )  # fmt: skip
-        kept = list(ring_lines(lowered))
     folder = engine_folder(opened, backend)
     if as_json:
         sizes = {name: facts.size_bytes for name, facts in record.files.items()}
@@ -78,7 +75,7 @@ def command(bundle: Path, backend: str, as_json: bool, **options: Any) -> None:
     size = sum(facts.size_bytes for facts in record.files.values())
     click.echo(f"Lowered {len(record.files)} graphs for {backend} into {folder} ({bytes_text(size)}).")
     click.echo(f"They execute in {record.execution_precision}, on the weights of the bundle.")
-    for line in kept:
+    for line in ring_lines(record):
         click.echo(line)
     for warning in warnings:
         click.echo(f"Warning: {warning}")
@@ -97,7 +94,7 @@ def _build_tensorrt(bundle: Bundle, backend: str, options: dict[str, Any], as_js
     results = []
     with needs_extra(backend):
         build = engine_builder(options)
-        orders = engine_orders(backend, options, options["block_sizes"], options["precision"])
+        orders = engine_orders(backend, options, options["block_sizes"], options["precision"], options["draft_window"])
     for order in orders:
         with ProgressLine() as progress:
             results.append(build(bundle, order, progress))

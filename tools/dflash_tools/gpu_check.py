@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.bundle import write_text_atomically
+from dflash_runtime.bundle import write_atomically
 from dflash_tools.gpu_check_device import FOLDER_VARIABLE
 from dflash_tools.gpu_check_pieces import FOLDER, MODULES, join_packages
 from dflash_tools.gpu_check_stage import Outcome, Stage, answer_for, run_stages, table, write_outcomes
@@ -76,7 +76,7 @@ def execute(name: str, answer: str) -> None:
         getattr(importlib.import_module(f"dflash_tools.{module}"), function)(data)
 
     told = answer_for(work)
-    write_text_atomically(Path(answer), json.dumps(told, default=str))
+    write_atomically(Path(answer), json.dumps(told, default=str))
 
 
 def environment(site: Path | None, pieces: Path) -> dict[str, str]:
@@ -108,7 +108,7 @@ def state_version(pieces: Path) -> Path | None:
         described = folder / f"{_DISTRIBUTION.replace('-', '_')}-{version}.dist-info" / "METADATA"
         described.parent.mkdir(parents=True, exist_ok=True)
         text = f"Metadata-Version: 2.1\nName: {_DISTRIBUTION}\nVersion: {version}\n"
-        write_text_atomically(described, text)
+        write_atomically(described, text)
         return folder
     return None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dflash_engines import ort_cpu, ort_cuda
 from dflash_runtime.backend import open_backend
-from dflash_runtime.bundle import MANIFEST_NAME, Bundle, write_text_atomically
+from dflash_runtime.bundle import MANIFEST_NAME, Bundle, write_atomically, write_record
 from dflash_runtime.decode import decode
 from dflash_tools.engine_memory import DRAFTER_7B, QWEN2_7B
 from dflash_tools.gpu_check_pieces import BLOCK_SIZES, MAX_CONTEXT, NEW_TOKENS, PROMPTS, TINY_DRAFTER, TINY_TARGET
@@ -37,14 +37,14 @@ def write_reference(root: Path, path: Path) -> None:
                         max_context_tokens=bundle.manifest.max_context_tokens)
         rows.append({"prompt": prompt, "tokens": [token for r in rounds for token in r.committed]})
     backend.close()
-    write_text_atomically(path, json.dumps({"precision": "fp32", "backend": "ort-cpu", "rows": rows}) + "\n")
+    write_atomically(path, json.dumps({"precision": "fp32", "backend": "ort-cpu", "rows": rows}) + "\n")
 
 
 def write_large(root: Path) -> None:
     """Qwen2-7B's shape with a five-layer drafter: graphs and manifest, lowered for ort-cuda, no weights at all."""
     write_hollow_bundle(root, QWEN2_7B, DRAFTER_7B, MAX_CONTEXT)
     manifest = dataclasses.replace(Bundle.open(root, check_files=False).manifest, block_sizes=BLOCK_SIZES)
-    write_text_atomically(root / MANIFEST_NAME, manifest.to_json())
+    write_record(root / MANIFEST_NAME, manifest)
     ort_cuda.lower_bundle(Bundle.open(root, check_files=False), PRECISION)
     for name in {entry.file for entry in manifest.weights.values()}:
         (root / name).unlink()

@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from dflash_runtime.bundle import write_text_atomically
+from dflash_runtime.bundle import write_atomically
 from dflash_runtime.errors import DFlashError, OutputError
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 
@@ -126,7 +126,7 @@ def split_packages(wheels: Sequence[Path], folder: Path, piece_bytes: int = PIEC
                 parts.append(f"{part.parent.name}/{part.name}")
                 number += 1
         listed.append({"file": wheel.name, "sha256": digest.hexdigest(), "parts": parts})
-    write_text_atomically(folder / LIST, json.dumps(listed, indent=1) + "\n")
+    write_atomically(folder / LIST, json.dumps(listed, indent=1) + "\n")
 
 
 def join_packages(folder: Path) -> tuple[Path | None, str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.bundle import write_text_atomically
+from dflash_runtime.bundle import write_atomically
 
 DONE, FAILED, SKIPPED = "done", "failed", "skipped"
 _LEAST_S = 5.0
@@ -119,7 +119,7 @@ def write_outcomes(path: Path, outcomes: Sequence[Outcome], facts: Mapping[str, 
     """Writes everything as one JSON file, complete at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     told = {**facts, "stages": [dataclasses.asdict(outcome) for outcome in outcomes]}
-    write_text_atomically(path, json.dumps(told, indent=1, default=str) + "\n")
+    write_atomically(path, json.dumps(told, indent=1, default=str) + "\n")
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from dflash_export.drafter import Drafter
 from dflash_export.drafter_config import DrafterConfig, parse_drafter_config
 from dflash_export.drafter_weights import EMBEDDING, HEAD, set_parameter
-from dflash_runtime.bundle import write_text_atomically
+from dflash_runtime.bundle import write_atomically
 from dflash_runtime.errors import PairError, UnsupportedModelError
 
 INITIAL_DEVIATION = 0.02
@@ -149,5 +149,5 @@ def write_drafter(folder: Path, config: dict[str, Any], drafter: Drafter, dtype:
     save_file(tensors, temporary, metadata={"format": "pt"})
     temporary.replace(folder / "model.safetensors")
     named = {**config, "dtype": str(dtype).removeprefix("torch.")}
-    write_text_atomically(folder / "config.json", json.dumps(named, indent=2) + "\n")
+    write_atomically(folder / "config.json", json.dumps(named, indent=2) + "\n")
     return sum(tensor.numel() for tensor in tensors.values())

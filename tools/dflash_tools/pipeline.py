@@ -25,7 +25,7 @@ from dflash_export.gate import check_portable, fits_memory
 from dflash_export.memory_release import return_large_blocks
 from dflash_export.parity import PrecisionPasses, require_passed
 from dflash_export.staging import check_output_place, clear_leftovers, resumable_folder, staged_folder, take_place
-from dflash_runtime.bundle import MANIFEST_NAME, Bundle, CheckRow, GraphKind, Manifest, write_text_atomically
+from dflash_runtime.bundle import MANIFEST_NAME, Bundle, CheckRow, GraphKind, Manifest, write_record
 from dflash_runtime.errors import EngineError
 from dflash_tools.greedy_check import check_own_tokens, check_tokens
 from dflash_tools.lowered_check import check_fused, check_lowered, check_perplexity
@@ -200,7 +200,7 @@ def _lower(root: Path, progress: Progress) -> None:
 def _conclude(root: Path, manifest: Manifest, rows: list[CheckRow]) -> None:
     require_passed(rows)
     manifest = dataclasses.replace(manifest, checks=rows)
-    write_text_atomically(root / MANIFEST_NAME, manifest.to_json())
+    write_record(root / MANIFEST_NAME, manifest)
 
 
 def _report(path: Path, started: float, notes: list[str]) -> BuildReport:

@@ -29,6 +29,7 @@ from dflash_tools.drafter_shape import read_drafter_shape
 from dflash_tools.error_lines import EXIT_REFUSED, DFlashCommand, needs_extra
 from dflash_tools.model_shape import DrafterShape, ModelShape
 from dflash_tools.plan_sources import find_config
+from dflash_tools.ring_lines import DRAFT_WINDOW
 from dflash_tools.session_bytes import SessionBytes, measure_session
 from dflash_tools.sizes import bytes_text
 from dflash_tools.weight_bytes import (
@@ -129,25 +130,14 @@ def compare(
     yield Comparison("target weight files", model_bytes(shape, storage), files["target"], True)
     yield Comparison("target KV cache", kv, measured.target_kv_bytes, True)
     if drafter is not None:
-        drafter_kv = formulas.kv_bytes(drafter.body, capacity, executed.item_bytes)
-        drafter_kv -= _saved_by_rings(manifest, drafter, capacity) * executed.item_bytes
+        drafter_kv = formulas.drafter_kv_bytes(
+            drafter.body, manifest.max_context_tokens, manifest.block_sizes, executed.item_bytes)  # fmt: skip
         in_memory += drafter_bytes(drafter, drafter_executed) + drafter_kv
         yield Comparison("drafter weight files", drafter_bytes(drafter, drafter_storage), files["drafter"], True)
         yield Comparison("drafter KV cache", drafter_kv, measured.drafter_kv_bytes, True)
     engines = formulas.ort_engine_bytes(shape, drafter)
     yield Comparison("engine files", engines, measured.engine_bytes, False)
     yield Comparison("session: weights and KV", in_memory, measured.resident_growth_bytes, False)
-
-
-def _saved_by_rings(manifest: Manifest, drafter: DrafterShape, capacity: int) -> int:
-    """Elements that the drafter's rings are smaller than caches of the whole context."""
-    assert manifest.drafter is not None
-    windows = [tensor.window_tokens for tensor in manifest.drafter.context_graph.state[0::2]]
-    return sum(
-        layer.row_elements
-        * formulas.ring_rows_saved(window, manifest.max_context_tokens, manifest.block_sizes, capacity)
-        for layer, window in zip(drafter.body.kv_layers, windows, strict=True)
-    )
 
 
 def compare_engines(
@@ -162,22 +152,31 @@ def compare_engines(
     capacity = formulas.capacity_tokens(manifest.max_context_tokens, manifest.block_sizes, record.prefill_chunk_tokens)
     kv, states = formulas.kv_bytes(shape, capacity, item_bytes), [*manifest.target.graph.state]
     if drafter is not None and manifest.drafter is not None:
-        kv += formulas.kv_bytes(drafter.body, capacity, item_bytes)
+        window = record.versions.get(DRAFT_WINDOW)
+        kv += formulas.drafter_kv_bytes(
+            drafter.body, manifest.max_context_tokens, manifest.block_sizes, item_bytes,
+            prefill_chunk=record.prefill_chunk_tokens, draft_window=None if window is None else int(window),
+        )  # fmt: skip
         states += manifest.drafter.context_graph.state
     held, held_again = held_bytes(shape, drafter, storage, drafter_storage)
-    real_kv = sum(math.prod(state.cache_shape(record.capacity_rows)) for state in states) * item_bytes
+    of_target = len(manifest.target.graph.state)
+    rows = [record.capacity_rows] * of_target + [
+        record.rings[state.input].rows if state.input in record.rings else record.capacity_rows
+        for state in states[of_target:]
+    ]
+    real_kv = sum(math.prod(s.cache_shape(size)) for s, size in zip(states, rows, strict=True)) * item_bytes
     real_engines = sum(facts.size_bytes for facts in record.files.values())
     layouts = [] if record.form == "fused" else cache_layouts("primitive", record.capacity_rows)
     engines = formulas.engine_bytes(shape, drafter, record.block_sizes, layouts) + held + held_again
     given = given_bytes(shape, drafter, storage, drafter_storage)
     bound = [weight for engine in record.engines for weight in engine.weights]
-    rows = [
+    found = [
         Comparison("weights given to engines", given, bound_bytes(manifest, bound), False),
         Comparison("KV caches", kv, real_kv, False),
         Comparison("engine files, what they hold included", engines, real_engines, False),
     ]
-    yield from rows
-    yield Comparison("sum", sum(r.planned_bytes for r in rows), sum(r.real_bytes for r in rows), True)
+    yield from found
+    yield Comparison("sum", sum(f.planned_bytes for f in found), sum(f.real_bytes for f in found), True)
 
 
 def bound_bytes(manifest: Manifest, bound: Iterable[BoundWeight]) -> int:

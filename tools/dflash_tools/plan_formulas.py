@@ -71,14 +71,33 @@ def capacity_tokens(max_context: int, block_sizes: Sequence[int], prefill_chunk:
 
 
 def kv_bytes(shape: ModelShape, capacity: int, item_bytes: int) -> int:
-    """A model's cache; windowed layers keep all rows, so that a rollback is a change of length alone."""
+    """A target's cache; windowed layers keep all rows, so that a rollback is a change of length alone."""
     return sum(layer.row_elements for layer in shape.kv_layers) * capacity * item_bytes
 
 
-def ring_rows_saved(window_tokens: int | None, max_context: int, block_sizes: Sequence[int], capacity: int) -> int:
-    """Rows that `ort-cpu` spares in a drafter layer's cache, where a ring of window + block - 1 is enough."""
-    ring = max_context if window_tokens is None else window_tokens + max(block_sizes) - 1
-    return capacity - ring if ring < max_context else 0
+def drafter_kv_bytes(
+    shape: ModelShape, max_context: int, block_sizes: Sequence[int], item_bytes: int, *,
+    prefill_chunk: int | None = None, draft_window: int | None = None,
+) -> int:
+    """A drafter's cache, in which windowed layers keep rings.
+
+    Args:
+        shape: The drafter's body.
+        max_context: Most rows of a request.
+        block_sizes: Those that are built.
+        item_bytes: Of a number.
+        prefill_chunk: Most prompt tokens of a call, for a device, where it counts for the size of a ring; None for the
+            CPU.
+        draft_window: Window of layers that have none.
+    """
+    from dflash_engines.draft_windows import ring_rows
+
+    windows = [layer.window_tokens or draft_window for layer in shape.kv_layers]
+    call_rows = None if prefill_chunk is None else max(prefill_chunk, *block_sizes)
+    capacity = capacity_tokens(max_context, block_sizes, prefill_chunk or PREFILL_CHUNK_TOKENS)
+    rows = ring_rows(windows, max(block_sizes), max_context, call_rows)
+    sizes = zip(shape.kv_layers, rows, strict=True)
+    return sum(layer.row_elements * (size or capacity) for layer, size in sizes) * item_bytes
 
 
 def scratch_bytes(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dflash_runtime.bundle import MANIFEST_NAME, Bundle, WeightEntry, file_facts, write_text_atomically
+from dflash_runtime.bundle import MANIFEST_NAME, Bundle, WeightEntry, file_facts, write_record
 
 Array = npt.NDArray[Any]
 _CHUNK_ELEMENTS = 1 << 22
@@ -46,7 +46,7 @@ def fill_weights(root: Path, seed: int, likely_tokens: int | None = None) -> Bun
                 done += values.size
                 stream.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
     facts = file_facts(root, list(manifest.files))
-    write_text_atomically(root / MANIFEST_NAME, dataclasses.replace(manifest, files=facts).to_json())
+    write_record(root / MANIFEST_NAME, dataclasses.replace(manifest, files=facts))
     return Bundle.open(root)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dflash_export.deviation import deviation
-from dflash_runtime.bundle import MANIFEST_NAME, Bundle, FileFacts, Manifest, decode, write_text_atomically
+from dflash_runtime.bundle import MANIFEST_NAME, Bundle, FileFacts, Manifest, decode, write_record
 from dflash_runtime.errors import BundleError, OutputError
 from dflash_tools.reference_record import REFERENCE_SCHEMA_VERSION, ReferenceFacts, quantization_of
 from dflash_tools.reference_tensors import Array, is_choice, is_output, sketch
@@ -112,7 +112,7 @@ def add_to_bundle(bundle: Bundle, reference: Reference) -> Path:
     files = {key: facts for key, facts in bundle.manifest.files.items() if key not in old}
     files[name] = FileFacts(place.stat().st_size, digest)
     manifest = dataclasses.replace(bundle.manifest, files=dict(sorted(files.items())))
-    write_text_atomically(bundle.path / MANIFEST_NAME, manifest.to_json())
+    write_record(bundle.path / MANIFEST_NAME, manifest)
     for one in old:
         bundle.file(one).unlink(missing_ok=True)
     return place

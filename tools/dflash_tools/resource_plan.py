@@ -115,11 +115,13 @@ def run_items(pair: Pair, place: Place, options: PlanOptions) -> tuple[MemoryIte
     capacity, item_bytes = options.capacity_rows, storage.item_bytes
     _, held_again = held_bytes(target, drafter, storage, own)
     engines = formulas.engine_bytes(target, drafter, options.block_sizes, options.layouts)
+    drafter_kv = formulas.drafter_kv_bytes(drafter.body, options.max_context_tokens, options.block_sizes, item_bytes,
+                                           prefill_chunk=formulas.PREFILL_CHUNK_TOKENS)  # fmt: skip
     rows = [
         ("target weights", device_target_bytes(target, storage), EXACT),
         ("drafter weights", device_drafter_bytes(drafter, own), EXACT),
         ("target KV cache", formulas.kv_bytes(target, capacity, item_bytes), EXACT),
-        ("drafter KV cache", formulas.kv_bytes(drafter.body, capacity, item_bytes), EXACT),
+        ("drafter KV cache", drafter_kv, EXACT),
         ("activations and scratch", _scratch(pair, options), PREDICTED),
         ("engines", engines + held_again, PREDICTED),
         *_fixed(place),

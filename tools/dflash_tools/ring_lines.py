@@ -1,16 +1,16 @@
-"""What an `ort-cpu` engine's drafter keeps of the context, in words."""
+"""What an engine's drafter keeps of the context, in words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dflash_runtime.engine_record import HostEngineRecord
+from dflash_runtime.engine_record import EngineRecord
 
 DRAFT_WINDOW = "draft_window"
 """What the window given by `--draft-window` is called among the facts of an engine."""
 
 
-def ring_lines(record: HostEngineRecord) -> Iterator[str]:
+def ring_lines(record: EngineRecord) -> Iterator[str]:
     """One line for its rings and one for a window the user gave; none where its caches hold the whole context."""
     if record.rings:
         sizes = sorted({ring.rows for ring in record.rings.values()})

@@ -72,7 +72,7 @@ def _read(name: str, path: Path, backend: str, config: GenerationConfig) -> Serv
     if not (path / "tokenizer" / "tokenizer.json").is_file():
         raise DFlashError(f"{path} has no tokenizer, so it cannot speak text. Build it from a checkpoint with one.")
     place = find_engine_place(bundle, backend)
-    memory, manifest = session_memory(bundle, backend, place.precision), path / MANIFEST_NAME
+    memory, manifest = session_memory(bundle, place.precision, place.ring_rows), path / MANIFEST_NAME
     needed = memory.weight_bytes + memory.kv_bytes + place.file_bytes
     sha256 = hashlib.sha256(manifest.read_bytes() + place.record_sha256.encode()).hexdigest()
     return ServedBundle(name, path, needed, f"dflash-{sha256[:12]}", int(manifest.stat().st_mtime))

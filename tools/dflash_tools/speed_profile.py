@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import cast
 
-from dflash_runtime.bundle import decode, write_text_atomically
+from dflash_runtime.bundle import decode, write_atomically
 from dflash_runtime.errors import BundleError, EngineError
 from dflash_tools.device_conditions import DeviceConditions
 
@@ -118,7 +118,7 @@ def write_profile(folder: Path, profile: SpeedProfile) -> Path:
     ]
     path = folder / FILE_NAME
     file = _ProfileFile(SCHEMA_VERSION, [*kept, profile])
-    write_text_atomically(path, json.dumps(dataclasses.asdict(file), indent=1) + "\n")
+    write_atomically(path, json.dumps(dataclasses.asdict(file), indent=1) + "\n")
     return path
 
 

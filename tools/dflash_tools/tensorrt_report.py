@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from dflash_tools.ring_lines import ring_lines
 from dflash_tools.sizes import bytes_text
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def report_lines(built: BuiltEngines) -> list[str]:
         f"  {record.form} form, {record.execution_precision}, blocks {record.block_sizes or 'none'}, prefill "
         f"{record.prefill_chunk_tokens}, {record.capacity_rows} cache rows",
     ]
+    lines += [f"  {line}" for line in ring_lines(record)]
     for engine in record.engines:
         scratch = f", scratch {bytes_text(max(engine.scratch_bytes))}" if engine.scratch_bytes else ""
         made = "was there" if engine.kind in built.reused else f"peak {bytes_text(engine.build_peak_bytes)}"

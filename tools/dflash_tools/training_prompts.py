@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from dflash_runtime.bundle import write_text_atomically
+from dflash_runtime.bundle import write_atomically
 from dflash_runtime.errors import PromptError
 from dflash_tools.acceptance_prompts import all_prompts, set_option
 from dflash_tools.docstring_prompts import docstring_prompts, source_folders
@@ -47,7 +47,7 @@ def main(
     if not kept:
         raise PromptError("No prompts are left to write. Give --gsm8k, --code, or both.")
     random.Random(seed).shuffle(kept)
-    write_text_atomically(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+    write_atomically(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
     counts = {kind: sum(row["kind"] == kind for row in kept) for kind in ("gsm8k", "code")}
     click.echo(json.dumps({"out": str(out), **counts, "held_out": len(rows) - len(kept)}))
 

@@ -16,7 +16,7 @@ from dflash_export.drafter_data_record import DATA_RECORD
 from dflash_export.tap_rule import default_target_layer_ids
 from dflash_export.text_files import read_text_facts
 from dflash_export.weight_store import TORCH_DTYPES
-from dflash_runtime.bundle import write_text_atomically
+from dflash_runtime.bundle import write_atomically
 from dflash_runtime.errors import CheckpointError, OutputError
 from dflash_tools.acceptance import MeanAcceptance
 from dflash_tools.new_drafter import check_taps, drafter_config_json, make_drafter, round_parameters, write_drafter
@@ -145,7 +145,7 @@ def train(options: TrainOptions, processes: Processes, progress: TrainingProgres
     if complete and processes.first:
         acceptance, count = _write(options, config, drafter, training)
         if record is not None:
-            write_text_atomically(options.out / DATA_RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+            write_atomically(options.out / DATA_RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return _result(options, answers, training, recipe, config, settings, complete, acceptance, count)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dflash_runtime.bundle import write_text_atomically
+from dflash_runtime.bundle import write_atomically
 from dflash_runtime.errors import CheckpointError, OutputError
 from dflash_tools.sizes import bytes_text
 from dflash_tools.training_answers import Answers
@@ -104,7 +104,7 @@ def cache_taps(folder: Path, answers: Answers, facts: TapFileFacts, make_taps: M
     done = _cached_texts(folder, answers, facts)
     if done == 0:
         (folder / TAPS_FILE).unlink(missing_ok=True)
-        write_text_atomically(folder / FACTS_FILE, json.dumps(dataclasses.asdict(facts), indent=1) + "\n")
+        write_atomically(folder / FACTS_FILE, json.dumps(dataclasses.asdict(facts), indent=1) + "\n")
     require_room(folder, answers, facts)
     starts = _starts(answers)
     (folder / TAPS_FILE).touch()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_runtime.bundle import Bundle, write_text_atomically
+from dflash_runtime.bundle import Bundle, write_atomically
 from dflash_runtime.errors import BundleError, DFlashError, OutputError
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.progress import ProgressLine
@@ -59,7 +59,7 @@ def command(bundle: Path, backend: str, as_json: bool, html: Path | None, levels
     from dflash_tools.validate_report import failure_line, report_json, report_lines
 
     if html is not None:
-        write_text_atomically(html, report_html(found))
+        write_atomically(html, report_html(found))
     if as_json:
         click.echo(json.dumps(report_json(found), ensure_ascii=False))
     else:

@@ -1,9 +1,10 @@
 """KV rows a call adds, as outputs of their own instead of whole caches: the runtime commits them.
 
 `new_rows.{g}`, [caches, kv_heads, S, D], holds the rows of all caches of one shape, in the order of the cache inputs
-(layer 0 key, layer 0 value, layer 1 key ...), those that are as long as the context before rings. A model whose caches all have one shape has one such output, and where
-its caches lie behind one another a commit is a single strided copy: caches * kv_heads pieces of S * D numbers, T * D
-apart, to row `position`. The model's metadata entry `new_rows.{g}` lists the cache inputs.
+(layer 0 key, layer 0 value, layer 1 key ...); caches as long as the context come before rings. A model whose caches all
+have one shape has one such output, and where its caches lie behind one another a commit is a single strided copy:
+caches * kv_heads pieces of S * D numbers, T * D apart, to row `position`. The model's metadata entry `new_rows.{g}`
+lists the cache inputs.
 """
 
 from __future__ import annotations
