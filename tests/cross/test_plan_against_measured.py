@@ -50,7 +50,7 @@ def test_weights_and_caches_are_as_planned(exported: Make, pair: Pair) -> None:
 
 
 def test_a_plan_that_forgets_the_prefill_chunk_fails(exported: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_formulas, "capacity_tokens", lambda context, blocks: context + max(blocks))
+    monkeypatch.setattr(plan_formulas, "capacity_tokens", lambda context, blocks, *chunk: context + max(blocks))
     done = compare(exported(MAIN))
     assert done.exit_code == 1
     assert "target KV cache" in done.stdout

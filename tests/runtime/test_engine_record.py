@@ -39,7 +39,7 @@ def test_record_survives_writing(copy: Path) -> None:
         (shutil.rmtree, "There is no engine in"),
         (lambda folder: (folder / "engine.json").unlink(), r"engine\.json is missing"),
         (lambda folder: (folder / "engine.json").write_text("{"), "cannot be read"),
-        (lambda folder: edit(folder / "engine.json", lambda r: r.update(schema_version=1)), "version 1.*reads 2"),
+        (lambda folder: edit(folder / "engine.json", lambda r: r.update(schema_version=1)), "version 1.*reads 3"),
         (lambda folder: edit(folder / "engine.json", lambda r: r.update(speed=1)), "unknown keys.*speed"),
         (lambda folder: edit(folder / "engine.json", lambda r: r.pop("upcast")), "lacks the keys.*upcast"),
         (lambda folder: edit(folder / "engine.json", lambda r: r.update(backend="x")), "made for x, not ort-cpu"),

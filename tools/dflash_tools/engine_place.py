@@ -48,7 +48,7 @@ def find_engine_place(bundle: Bundle, backend: str, machine: Machine | None = No
         raise EngineError(f"{bundle.path} has engines for {backend}, but none for the GPU of this machine. {remedy}")
     path, record = found[0]
     size = sum(int(facts["size_bytes"]) for facts in record["files"].values())
-    rings = {name: int(ring["rows"]) for name, ring in record["rings"].items()}
+    rings = {name: int(ring["rows"]) for name, ring in record.get("rings", {}).items()}
     return EnginePlace(path.parent, str(record["execution_precision"]), size, rings, sha256_of(path))
 
 
