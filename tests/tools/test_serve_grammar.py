@@ -69,12 +69,26 @@ def test_scores_that_are_not_finite_stay_so(grammars: JsonGrammars) -> None:
     assert chooser.choose(given, [], 1) == [-1]
 
 
+def test_white_space_is_for_indenting_and_ends(grammars: JsonGrammars) -> None:
+    schema, data = json.dumps({"type": "object"}), {"a": [{"b": 1}, {}], "c": "d  \n\n"}
+    for text in (json.dumps(data), *(json.dumps(data, indent=i) for i in (1, 4, "\t"))):
+        for told in (text, text.replace("\n", "\r\n")):
+            grammars.compile(schema).take([*told.encode(), EOS])
+    for begun in ('{"a" ', '{\n\n', "{\n" + 20 * " ", '{"a":\r\n\r\n'):
+        grammar = grammars.compile(schema)
+        grammar.take([*begun.encode()])
+        found = allowed(grammar.rule_out(rows(1), [])[0])
+        assert found and not found & {"\n", "\r"}, begun
+        assert " " not in found or begun.endswith("\n"), begun
+
+
 def test_a_token_against_the_grammar_is_an_error(grammars: JsonGrammars) -> None:
     with pytest.raises(DFlashError, match="stops at token 122"):
         grammars.compile(SCHEMA).take([122])
 
 
-@pytest.mark.parametrize("schema", ['{"type": "objct"}', '{"if": {}}', "[1]", '{"$ref": "http://example.com"}'])
+@pytest.mark.parametrize("schema", ['{"type": "objct"}', '{"if": {}}', "[1]", '{"$ref": "http://example.com"}',
+                                    '{"x-guidance": {"whitespace_pattern": 3}}'])  # fmt: skip
 def test_a_schema_that_cannot_be_held_to_is_refused(grammars: JsonGrammars, schema: str) -> None:
     with pytest.raises(ApiError, match="cannot be followed"):
         grammars.compile(schema)

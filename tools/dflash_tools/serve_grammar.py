@@ -13,6 +13,8 @@ from dflash_runtime.errors import DFlashError
 from dflash_tools.serve_chooser import Logits
 from dflash_tools.serve_errors import ApiError
 
+_WHITE_SPACE = r"( |(\r?\n){1,2}[ \t]{0,20})?"
+"""Between the words of a JSON text: enough to indent it, and no more, as a small model may go on with it for ever."""
 _RULED_OUT = np.float32(-1e30)
 """Finite, as a score that is not is a fault of the model; its probability is 0 all the same."""
 
@@ -45,13 +47,20 @@ class JsonGrammars:
         Raises:
             ApiError: the schema is none, or says what cannot be held to.
         """
-        source = llguidance.LLMatcher.grammar_from_json_schema(schema)
+        options: llguidance.JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
+        try:
+            source = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=options)
+        except ValueError as error:
+            raise _cannot_follow(str(error)) from error
         matcher = llguidance.LLMatcher(self._tokens, source, log_level=0)
         if matcher.is_error():
-            said = matcher.get_error().partition("\n")[0]
-            raise ApiError(400, f"The JSON schema cannot be followed: {said}.", param="response_format",
-                           code="invalid_json_schema")  # fmt: skip
+            raise _cannot_follow(matcher.get_error().partition("\n")[0])
         return JsonGrammar(matcher, self._vocab_size, frozenset(self._stop_ids))
+
+
+def _cannot_follow(said: str) -> ApiError:
+    return ApiError(400, f"The JSON schema cannot be followed: {said}.", param="response_format",
+                    code="invalid_json_schema")  # fmt: skip
 
 
 class JsonGrammar:
