@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from cli_calls import Invoke, Launch
 
-from dflash_runtime import GenerationConfig, Session
+from dflash_runtime import GenerationConfig, GenerationResult, Session
+from dflash_tools.run_command import statistics_line
 
 RESULT_KEYS = {
     "text",
@@ -52,6 +53,8 @@ def test_of_several_block_sizes_a_controller_chooses(invoke: Invoke, bundle: Pat
         assert data["token_ids"] == answer(bundle, "hello", max_new_tokens=12)
         assert data["block_size_reason"].startswith("Block sizes chosen by tokens per millisecond: ")
         assert sum(data["rounds_by_block_size"].values()) <= 11
+        size, rounds = next(item for item in data["rounds_by_block_size"].items() if item[0] != "1")
+        assert f"{rounds} round{'s' if rounds > 1 else ''} of block size {size}" in data["block_size_reason"]
     one = json.loads(invoke("run", bundle, "hello", "--json", "--max-new-tokens", 1).stdout)
     assert "no round behind its first token" in one["block_size_reason"]  # no figures of rounds that never were
     refused = invoke("run", bundle, "hello", "--block-size", "many")
@@ -110,9 +113,19 @@ def test_text_is_the_answer_and_a_line_end(invoke: Invoke, bundle: Path) -> None
 
 
 def test_prompt_from_standard_input(invoke: Invoke, bundle: Path) -> None:
-    expected = invoke("run", bundle, "hello\n", "--max-new-tokens", 8).stdout
-    assert invoke("run", bundle, "-", "--max-new-tokens", 8, stdin="hello\n").stdout == expected
-    assert invoke("run", bundle, "--max-new-tokens", 8, stdin="hello\n").stdout == expected
+    """`echo` puts a line end behind it, which would be another prompt."""
+
+    def ask(*arguments: object, stdin: str | None = None) -> str:
+        return invoke("run", bundle, *arguments, "--max-new-tokens", 8, stdin=stdin).stdout
+
+    expected = ask("hello")
+    assert ask("-", stdin="hello\n") == ask(stdin="hello\n") == ask(stdin="hello") == expected
+    assert ask(stdin="hello\n\n") == ask("hello\n") != expected
+    assert ask("--raw", stdin="hello\n") == ask("--raw", "hello\n") != ask("--raw", "hello")
+    assert ask("--ids", stdin="1,2\n") == ask("--ids", "1,2")
+    for given in ((), ("-",)):
+        empty = invoke("run", bundle, *given, stdin="")
+        assert (empty.exit_code, empty.stdout) == (2, "") and "Standard input is empty" in empty.stderr
 
 
 @pytest.mark.parametrize("spelling", ["1,2,3", "1 2 3", "[1, 2, 3]"])
@@ -209,6 +222,17 @@ def test_sampled_text_repeats_with_its_seed(invoke: Invoke, bundle: Path) -> Non
     assert other["token_ids"] != first["token_ids"]
     refused = invoke("run", bundle, "hello", "--top-p", 1.5)
     assert refused.exit_code == 1 and "top_p is 1.5" in refused.stderr
+
+
+def test_what_a_request_cost() -> None:
+    result = GenerationResult("a", [1, 2, 3], 5, "stop", [2], [[2, 3, 4]], 20.0, 12.3, "ort-cpu", 8)
+    plain = GenerationResult("a", [1], 5, "length", [], [], 0.0, 12.3, "ort-cpu", 1)
+    told = "3 tokens (stop), 20.0 tokens/s, first token after 12 ms, 2.00 tokens a round in 1 round"
+    assert statistics_line(result, adaptive=False) == f"[{told}, block size 8, ort-cpu]"
+    assert statistics_line(result, adaptive=True) == f"[{told}, block sizes up to 8, ort-cpu]"
+    assert statistics_line(plain, adaptive=False) == (
+        "[1 token (length), first token after 12 ms, plain decoding, ort-cpu]"
+    )
 
 
 @pytest.mark.parametrize("option", ["--cuda-graphs", "--no-cuda-graphs"])

@@ -17,6 +17,7 @@ from serve_calls import served_apart, serving, wait_until
 from tiny_bundle import Sizes, write_bundle
 
 from dflash_runtime import GenerationConfig, Session
+from dflash_tools.serve_process import DrainingServer
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 LONG: dict[str, Any] = {"model": "pair", "messages": MESSAGES, "max_tokens": 600, "temperature": 0}
@@ -51,7 +52,24 @@ def test_sigterm_answers_what_runs_and_what_waits_and_refuses_the_rest(folder: P
             assert [answer.result() for answer in answers] == expected
         assert process.wait(timeout=30) == 0
         assert process.stderr is not None
-        assert process.stderr.read() == ""
+        told = process.stderr.read().splitlines()  # nothing where all were answered before it looked
+        assert len(told) <= 1 and all(line.startswith("Ending when ") for line in told)
+
+
+def test_who_ends_the_server_is_told_once_what_it_waits_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving([folder]) as running:
+        for under_way, words in ((0, ""), (1, "(1 request)"), (6, "(6 requests)")):
+            server = DrainingServer(running.app, 60)
+            monkeypatch.setattr(running.app.gate, "under_way", under_way)
+            server.handle_exit(signal.SIGTERM, None)
+            assert server._drain_until_s is not None
+            for _ in range(3):
+                server._tell_of_drain()
+            told = capsys.readouterr().err
+            assert words in told and told.count("after 60 s at the latest") == len(told.splitlines()) == bool(words)
+        running.app.gate.under_way, running.app.gate.draining = 0, False
 
 
 def test_what_outlasts_the_drain_fails_and_is_told(folder: Path) -> None:

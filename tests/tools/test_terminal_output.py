@@ -10,7 +10,7 @@ from dflash_tools.error_lines import one_line
 from dflash_tools.option_values import read_template_args, read_token_ids
 from dflash_tools.progress import ProgressLine, describe_share
 from dflash_tools.prompt_progress import PromptProgress
-from dflash_tools.sizes import bytes_text, count_text
+from dflash_tools.sizes import bytes_text, count_text, counted
 
 
 class Terminal(io.StringIO):
@@ -65,6 +65,7 @@ def test_numbers() -> None:
         "2000000.0 GB",
     ]
     assert [count_text(n) for n in (264, 134_515_008, 1_543_714_304)] == ["264", "135 M", "1.54 B"]
+    assert [counted(n, "round") for n in (0, 1, 1024)] == ["0 rounds", "1 round", "1,024 rounds"]
 
 
 def test_option_values() -> None:

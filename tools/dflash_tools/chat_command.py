@@ -94,7 +94,7 @@ def converse(chat: Chat) -> None:
 
 def _greet(chat: Chat, backend: str, reason: str | None) -> None:
     manifest = chat.session.bundle.manifest
-    drafter = "without a drafter" if manifest.drafter is None else f"with {manifest.drafter.name}"
+    drafter = "without a drafter" if manifest.drafter is None else f"with the drafter {manifest.drafter.name}"
     chat.screen.note(f"{manifest.target.name} {drafter} on {backend}, context {chat.context_tokens:,} tokens.")
     chat.screen.note("/help lists commands, Ctrl-C stops an answer, Ctrl-D ends.")
     for line in (reason, LEGEND if chat.show_blocks else None):

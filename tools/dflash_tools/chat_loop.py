@@ -18,6 +18,7 @@ from dflash_tools.error_lines import one_line
 from dflash_tools.prompt_progress import PromptProgress
 from dflash_tools.run_block_size import chosen_words
 from dflash_tools.run_command import statistics_line
+from dflash_tools.sizes import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +112,10 @@ class Chat:
         text = show_answer(stream, self.screen, painter, interruption)
         reason = stream.rounds[-1].finish_reason if stream.rounds else None
         count = sum(len(done.committed) for done in stream.rounds)
-        words = statistics_line(stream.result).strip("[]") if reason else f"{count} tokens, then stopped"
-        chosen = reason is not None and self.config.block_size == "auto"
-        sizes = f"\n{chosen_words(self.session.controller, stream.result)}" if chosen else ""
+        words, sizes, adaptive = f"{counted(count, 'token')}, then stopped", "", self.config.block_size == "auto"
+        if reason is not None:
+            words = statistics_line(stream.result, adaptive=adaptive).strip("[]")
+            sizes = f"\n{chosen_words(self.session.controller, stream.result)}" if adaptive else ""
         self.statistics.add(len(ids), stream.rounds, words + sizes)
         return Answer(text, stream.rounds, reason, words)
 

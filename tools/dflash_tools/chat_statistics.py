@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from dflash_runtime.backend import Round
+from dflash_tools.sizes import counted
 
 
 @dataclasses.dataclass
@@ -39,8 +40,8 @@ class ChatStatistics:
         """What `/stats` says of the answers."""
         if not self.answers:
             return ["No answer yet."]
-        told = [f"{self.tokens:,} tokens in {self.answers} answer{'s' if self.answers > 1 else ''}"]
+        told = [f"{counted(self.tokens, 'token')} in {counted(self.answers, 'answer')}"]
         if self.rounds:
-            told.append(f"{self.round_tokens / self.rounds:.2f} tokens a round in {self.rounds:,} rounds")
+            told.append(f"{self.round_tokens / self.rounds:.2f} tokens a round in {counted(self.rounds, 'round')}")
         told.append(f"{self.reused_tokens:,} of {self.prompt_tokens:,} prompt tokens were there already")
         return [f"Last answer: {self.last}", f"In all: {', '.join(told)}"]

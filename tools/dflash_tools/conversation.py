@@ -32,7 +32,8 @@ def read_conversation(path: Path) -> list[Message]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise PromptError(f"{path} cannot be read as a conversation ({error}). Name one that /save wrote.") from error
+        why = (isinstance(error, OSError) and error.strerror) or error
+        raise PromptError(f"{path} cannot be read as a conversation ({why}). Name one that /save wrote.") from error
     if not isinstance(found, list):
         raise PromptError(f"{path} holds a {type(found).__name__} and no list of messages. Name one that /save wrote.")
     for i, message in enumerate(found):

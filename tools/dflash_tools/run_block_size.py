@@ -17,6 +17,7 @@ from dflash_tools.block_choice import chances_by_position, choose_block_size, ro
 from dflash_tools.device_conditions import read_conditions
 from dflash_tools.engine_place import find_engine_place
 from dflash_tools.machine_probe import Machine
+from dflash_tools.sizes import counted
 from dflash_tools.speed_profile import FILE_NAME, SpeedProfile, condition_mismatches, read_profiles
 
 
@@ -95,7 +96,7 @@ def chosen_words(controller: BlockSizeController, result: GenerationResult) -> s
     """What a controller chose in a request, and by which figures."""
     if not result.rounds_by_block_size:
         return "Block sizes are chosen round by round; this answer had no round behind its first token."
-    rounds = ", ".join(f"{_name(size)} {count} times" for size, count in result.rounds_by_block_size.items())
+    rounds = ", ".join(f"{counted(n, 'round')} of {_name(size)}" for size, n in result.rounds_by_block_size.items())
     rates = [
         f"{_name(size)} {tokens:.2f} tokens in {ms:.1f} ms"
         for size in controller.block_sizes

@@ -18,6 +18,7 @@ from dflash_tools.prompt_progress import PromptProgress
 from dflash_tools.ring_lines import DRAFT_WINDOW, ring_lines
 from dflash_tools.run_block_size import chosen_words, set_block_size
 from dflash_tools.sampling_options import sampling_options
+from dflash_tools.sizes import counted
 
 
 @click.command("run", cls=DFlashCommand, short_help="Answer a prompt.")
@@ -62,14 +63,17 @@ def command(
     cuda_graphs: bool | None,
     **sampling: Any,
 ) -> None:
-    """Answers PROMPT with BUNDLE. A PROMPT of -, or none while something is piped in, is read from standard input.
+    """Answers PROMPT with BUNDLE.
+
+    A PROMPT of -, or none while something is piped in, is read from standard input, without the line end behind it
+    unless --raw is given.
 
     The text streams to standard output. How far a long prompt is read, speed and acceptance go to standard error, on a
     terminal only.
     """
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("Give a PROMPT, or - to read it from standard input.")
-    text = sys.stdin.read() if prompt in (None, "-") else str(prompt)
+    text = str(prompt) if prompt not in (None, "-") else _standard_input(raw=raw)
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         block_size=block_size,
@@ -94,8 +98,15 @@ def command(
         click.echo(json.dumps({**result.to_json(), **chosen}, ensure_ascii=False))
     elif ids:
         click.echo(" ".join(str(token) for token in result.token_ids))
-    _tell(statistics_line(result))
+    _tell(statistics_line(result, adaptive=adaptive))
     _tell(chosen_words(session.controller, result) if adaptive else "")
+
+
+def _standard_input(*, raw: bool) -> str:
+    text = sys.stdin.read()
+    if not text:
+        raise click.UsageError("Standard input is empty. Give a PROMPT, or pipe one in.")
+    return text if raw else text.removesuffix("\n")  # `echo` puts it there
 
 
 def _answer(session: Session, prompt: Prompt, config: GenerationConfig, *, as_text: bool) -> GenerationResult:
@@ -132,15 +143,18 @@ def tell_settings(session: Session, backend: str, config: GenerationConfig, *, u
         _tell(f"Chat template arguments: {shown} (change them with --template-arg).")
 
 
-def statistics_line(result: GenerationResult) -> str:
-    """What a request cost, in one line."""
-    parts = [f"{len(result.token_ids)} tokens ({result.finish_reason})", f"{result.tokens_per_s:.1f} tokens/s"]
+def statistics_line(result: GenerationResult, *, adaptive: bool) -> str:
+    """What a request cost, in one line; `adaptive` where block sizes were chosen round by round."""
+    parts = [f"{counted(len(result.token_ids), 'token')} ({result.finish_reason})"]
+    if result.tokens_per_s:
+        parts.append(f"{result.tokens_per_s:.1f} tokens/s")
     parts.append(f"first token after {result.time_to_first_token_ms:.0f} ms")
     if result.num_drafts:
-        parts.append(f"{result.mean_acceptance_length:.2f} tokens a round in {result.num_drafts} rounds")
-        parts.append(f"block size {result.block_size}")
-    else:
+        parts.append(f"{result.mean_acceptance_length:.2f} tokens a round in {counted(result.num_drafts, 'round')}")
+    elif not adaptive:
         parts.append("plain decoding")
+    if result.block_size > 1:
+        parts.append(f"block sizes up to {result.block_size}" if adaptive else f"block size {result.block_size}")
     return f"[{', '.join(parts)}, {result.backend}]"
 
 

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dflash_runtime.errors import DFlashError
 from dflash_tools.serve_app import ServeApp
+from dflash_tools.sizes import counted
 
 _HEADER_TIMEOUT_S = 30.0
 _KEEP_ALIVE_S = 30
@@ -71,6 +72,7 @@ class DrainingServer(uvicorn.Server):
         ))  # fmt: skip
         self._app, self._drain_timeout_s, self._ready = app, drain_timeout_s, ready
         self._drain_until_s: float | None = None
+        self._told_of_drain = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens; signals are caught from before."""
@@ -93,11 +95,18 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second: looks whether the end has come."""
         if self._drain_until_s is not None:
+            self._tell_of_drain()
             if time.monotonic() >= self._drain_until_s and (count := self._app.pool.abandon()):
                 click.echo(f"{count} answers were not complete in time and have failed.", err=True)
             if self._app.gate.under_way == 0 or time.monotonic() >= self._drain_until_s:
                 self.should_exit = True
         return await super().on_tick(counter)
+
+    def _tell_of_drain(self) -> None:
+        if not self._told_of_drain and (count := self._app.gate.under_way):
+            click.echo(f"Ending when what is under way is answered ({counted(count, 'request')}), after "
+                       f"{self._drain_timeout_s:g} s at the latest; Ctrl-C or SIGTERM now ends at once.", err=True)
+        self._told_of_drain = True
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -20,3 +20,8 @@ def count_text(count: int) -> str:
     if count >= 10**6:
         return f"{count / 1e6:.0f} M"
     return f"{count:,}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 round`, `1,024 rounds`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
