@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -31,6 +32,20 @@ def test_clients_are_answered_evenly_and_nothing_is_lost_at_the_end(tmp_path: Pa
     low, _, high = lines[1].split()[2:]
     assert 0 < int(low) <= int(high) <= 2 * int(low)
     assert lines[2].startswith("memory")
+
+
+@pytest.mark.slow
+def test_thirty_two_clients_for_two_minutes_and_then_sigterm(tmp_path: Path) -> None:
+    """Every answer is right and whole, memory stays, nobody waits for others, and the end loses nothing."""
+    folder = write_bundle(tmp_path / "pair", Sizes(likely_tokens=3, max_context=192))
+    with served_apart(tmp_path, folder) as (process, url):
+        options = ["--clients", "32", "--seconds", "120", "--bundle", str(folder), "--terminate", str(process.pid)]
+        done = CliRunner().invoke(main, [url, *options], catch_exceptions=False)
+        assert done.exit_code == 0, done.output  # 1 for anything wrong, lost, uneven or growing
+        assert process.wait(timeout=60) == 0
+    print(done.stdout)
+    answered = re.match(r"answered    (\d+) requests of 32 clients in .* s, 0 wrong, 0 lost, ", done.stdout)
+    assert answered is not None and int(answered[1]) > 32
 
 
 def test_uneven_clients_and_growing_memory_are_faults() -> None:
