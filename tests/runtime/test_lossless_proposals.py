@@ -33,11 +33,35 @@ class Backend:
         return {"logits": TARGET[:rows]} if kind == "target" else {"draft_logits": DRAFT[:rows]}
 
 
+IDS = np.array([2, 5, 0, 3, 6])
+"""Tokens of a drafter with a vocabulary of its own."""
+CANDIDATES = np.argsort(-TARGET[:2])[:, [1, 0, 4]]
+EDGES = (TARGET[np.arange(2)[:, None], CANDIDATES][:, None] * 0.5 + RANDOM.normal(size=(2, 3, 3))).astype(np.float32)
+"""A DFlash 2 selector's scores of a slot's candidates behind each of the slot before; the first row is the anchor's."""
+
+
+class FewTokens(Backend):
+    """Its drafter knows a part of the vocabulary."""
+
+    def outputs(self, kind: Literal["target", "drafter"], rows: int) -> dict[str, Any]:
+        found = super().outputs(kind, rows)
+        return found if kind == "target" else {"draft_logits": DRAFT[:rows, IDS], "draft_vocabulary": IDS[None]}
+
+
+class Selector(Backend):
+    """Its drafter scores a few candidates for each that may stand before them."""
+
+    def outputs(self, kind: Literal["target", "drafter"], rows: int) -> dict[str, Any]:
+        found = super().outputs(kind, rows)
+        return found if kind == "target" else {"draft_candidates": CANDIDATES[:rows], "draft_edges": EDGES[:rows]}
+
+
 class Noiseless:
     """A chooser whose noise is what a test says, and which tells what it would have drawn from."""
 
     def __init__(self, patch: pytest.MonkeyPatch, options: dict[str, Any], kind: str,
-                 make: type[TokenChooser] = TokenChooser) -> None:
+                 make: type[TokenChooser] = TokenChooser, backend: Backend | None = None) -> None:
+        self.backend: Any = backend or Backend()
         given = {"temperature": 1.0, "seed": 1, "proposals": kind, **options}
         self.chooser = make(GenerationConfig(**given), PROMPT, V)
         self.drawn: list[Scores] = []
@@ -57,13 +81,13 @@ class Noiseless:
         """Makes the drafter say these tokens; returns what they are drawn from."""
         self.say, self.drawn = list(tokens), []
         likeliest = DRAFT[: len(tokens)].argmax(-1).tolist()
-        self.proposed = self.chooser.propose(Backend(), likeliest, PLACE)  # type: ignore[arg-type]
+        self.proposed = self.chooser.propose(self.backend, likeliest, PLACE)
         return self.drawn
 
     def decide(self, numbers: Sequence[float], say: Sequence[int] = ()) -> tuple[list[int], list[Scores]]:
         self.numbers, self.say, self.drawn = [*numbers, 0.0, 0.0, 0.0], list(say), []
         rows = len(self.proposed) + 1
-        return self.chooser.decide(Backend(), rows, self.proposed, PLACE), self.drawn  # type: ignore[arg-type]
+        return self.chooser.decide(self.backend, rows, self.proposed, PLACE), self.drawn
 
     def by_rejection(self, before: list[int]) -> Scores:
         """The distribution of the token behind some that were accepted: all proposals and all numbers, added up."""
@@ -103,6 +127,23 @@ def test_rejection_sampling_is_exact(options: dict[str, Any], monkeypatch: pytes
     np.testing.assert_allclose(drawn[-1], expected(options, PROMPT, [first, second], TARGET[2]), atol=1e-8)
 
 
+@pytest.mark.parametrize("backend", [FewTokens(), Selector()], ids=["few tokens", "selector"])
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_rejection_sampling_is_exact_for_other_drafters(
+    options: dict[str, Any], backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Noiseless(monkeypatch, options, "sampled", backend=backend)
+    target = expected(options, PROMPT, [], TARGET[0])
+    (drafted,) = one.propose([int(IDS[0])])
+    if isinstance(backend, Selector):  # its own distribution: of its candidates, at the temperature, and no filter
+        scores = EDGES[0, 0] / options.get("temperature", 1.0)
+        np.testing.assert_allclose(drafted[CANDIDATES[0]], np.exp(scores) / np.exp(scores).sum(), atol=1e-6)
+    assert np.flatnonzero(drafted).tolist() != np.flatnonzero(target).tolist()
+    np.testing.assert_allclose(one.by_rejection([]), target, atol=1e-8)
+    first = int((drafted * target).argmax())
+    np.testing.assert_allclose(one.by_rejection([first]), expected(options, PROMPT, [first], TARGET[1]), atol=1e-8)
+
+
 @pytest.mark.parametrize("kind", ["argmax", "coupled"])
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_tokens_compared_are_the_targets_own(options: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
@@ -116,13 +157,14 @@ def test_tokens_compared_are_the_targets_own(options: dict[str, Any], kind: str,
     assert len(drawn) == 3
 
 
-def _counts(kind: str, options: dict[str, Any], count: int, make: type[TokenChooser] = TokenChooser) -> list[Any]:
+def _counts(kind: str, options: dict[str, Any], count: int, make: type[TokenChooser] = TokenChooser,
+            backend: Any = None) -> list[Any]:  # fmt: skip
     """How often each token was committed as first, second and third of a block."""
     one = make(GenerationConfig(**{"temperature": 1.0, "seed": 5, "proposals": kind, **options}), PROMPT, V)
-    found, likeliest = np.zeros((3, V), int), DRAFT.argmax(-1).tolist()
+    found, likeliest, backend = np.zeros((3, V), int), DRAFT.argmax(-1).tolist(), backend or Backend()
     for n in range(count):
-        proposed = one.propose(Backend(), likeliest, 3 * n)  # type: ignore[arg-type]
-        for i, token in enumerate(one.decide(Backend(), 3, proposed, 3 * n)):  # type: ignore[arg-type]
+        proposed = one.propose(backend, likeliest, 3 * n)
+        for i, token in enumerate(one.decide(backend, 3, proposed, 3 * n)):
             found[i, token] += 1
     return list(found)
 
@@ -157,6 +199,19 @@ def test_samples_follow_the_target(kind: str) -> None:
     assert _worst(counts, COMBINED) < LIMIT
     shares = [row.sum() / 4000 for row in counts]
     assert shares[0] == 1 and 0.1 < shares[1] < 0.9, "some are accepted and some are not"
+
+
+@pytest.mark.parametrize("backend", [FewTokens(), Selector()], ids=["few tokens", "selector"])
+def test_samples_of_other_drafters_follow_the_target_and_a_bias_shows(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in ("coupled", "sampled"):
+        counts = _counts(kind, {}, 4000, backend=backend)
+        assert _worst(counts, {}) < LIMIT
+        assert 0.1 < counts[1].sum() / 4000 < 0.9, "some are accepted and some are not"
+    assert _worst(_counts("sampled", {}, 3000, WrongRow, backend), {}) > 2 * LIMIT
+    monkeypatch.setattr(sampling, "_left", not_renormalised)
+    assert _worst(_counts("sampled", {}, 3000, backend=backend), {}) > 2 * LIMIT
 
 
 @pytest.mark.slow

@@ -51,6 +51,39 @@ def test_it_is_plain_decoding_with_that_seed(shared: Session, options: dict[str,
     assert plain.seed == seed == plain.to_json()["seed"]
 
 
+ANY: dict[str, list[Any]] = {
+    "temperature": [0.0, 0.2, 0.7, 1.3], "top_k": [0, 1, 3, 40], "top_p": [1.0, 0.3, 0.95], "min_p": [0.0, 0.1],
+    "repetition_penalty": [1.0, 0.8, 1.5], "presence_penalty": [0.0, -0.5, 1.2], "frequency_penalty": [0.0, 0.4],
+    "logit_bias": [{}, {98: 3.0, 99: -2.0}], "proposals": ["argmax", "coupled"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_whatever_is_asked_for_it_is_plain_decoding(shared: Session, seed: int) -> None:
+    """Processors, seeds, prompts, stops and schedules at random; `auto` follows the clock."""
+    rng = random.Random(seed)
+    options = {name: rng.choice(values) for name, values in ANY.items()}
+    options |= {"seed": rng.getrandbits(64), "stop_token_ids": rng.choice([(), (98, 101), None])}
+    prompt = [rng.randrange(256) for _ in range(rng.randrange(1, 40))]
+    plain = ask(shared, prompt, plain=True, **options)
+    sizes = [rng.choice([1, 1, 2, 3, 5, 8]) for _ in range(40)]
+    for how in ({"block_schedule": lambda n: sizes[n]}, {"block_size": "auto"}):
+        drafted = ask(shared, prompt, **options, **how)
+        assert (drafted.token_ids, drafted.text) == (plain.token_ids, plain.text), options
+
+
+@pytest.mark.parametrize("options", PROCESSORS[2:], ids="+".join)
+def test_the_graphs_own_choice_is_not_used_where_others_are_active(
+    shared: Session, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = ask(shared, plain=True, seed=3, **options)
+    true = OrtCpuBackend._run_target
+    monkeypatch.setattr(OrtCpuBackend, "_run_target", lambda *asked: [7 for _ in true(*asked)])
+    for how in ({}, {"plain": True}):
+        assert ask(shared, seed=3, **options, **how).token_ids == plain.token_ids
+    assert set(ask(shared).token_ids) == {7}, "greedy decoding takes it"
+
+
 @pytest.mark.parametrize("options", PROCESSORS[:4], ids="+".join)
 def test_so_it_is_with_coupled_proposals(shared: Session, options: dict[str, Any]) -> None:
     plain = ask(shared, plain=True, seed=5, **options)
