@@ -91,10 +91,15 @@ def parts(*chances: float) -> Callable[[np.random.Generator], np.ndarray]:
     return lambda rng: np.repeat(chances, -(-(TOKENS + 32) // len(chances)))[: TOKENS + 32]
 
 
-@pytest.mark.parametrize(("informed", "bound"), [(True, 1.03), (False, 1.05)])
+@pytest.mark.parametrize(
+    ("informed", "alone", "bound"), [(True, False, 1.03), (False, False, 1.05), (True, True, 1.07)]
+)
 @pytest.mark.parametrize("chance", [0.95, 0.8, 0.6, 0.35, 0.05])
-def test_a_steady_text_takes_about_the_time_of_the_best_size(chance: float, informed: bool, bound: float) -> None:
-    own, fixed = against_fixed(steady(chance), informed=informed, texts=10)
+def test_a_steady_text_takes_about_the_time_of_the_best_size(
+    chance: float, informed: bool, alone: bool, bound: float
+) -> None:
+    """A controller that begins anew has to find the size first, in 100 to 200 rounds."""
+    own, fixed = against_fixed(steady(chance), informed=informed, alone=alone, texts=10)
     assert own < bound * min(fixed.values())
 
 

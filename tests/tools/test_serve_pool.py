@@ -180,7 +180,7 @@ def test_a_bundle_that_cannot_be_loaded_refuses_and_is_tried_again(closing: list
 
 def test_preloading_needs_room_for_all(closing: list[Workers]) -> None:
     closing.append(workers := Workers({"a": 5, "b": 5}, budget_bytes=8))
-    with pytest.raises(Exception, match="10 bytes together and --memory-budget is 8"):
+    with pytest.raises(Exception, match="10 B together and --memory-budget is 8 B"):
         workers.pool.preload()
     closing.append(both := Workers({"a": 4, "b": 4}, budget_bytes=8))
     both.pool.preload()

@@ -17,7 +17,7 @@ from serve_calls import served_apart, serving, wait_until
 from tiny_bundle import Sizes, write_bundle
 
 from dflash_runtime import GenerationConfig, Session
-from dflash_tools.serve_process import DrainingServer
+from dflash_tools.serve_process import DrainingServer, listen
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 LONG: dict[str, Any] = {"model": "pair", "messages": MESSAGES, "max_tokens": 600, "temperature": 0}
@@ -101,13 +101,17 @@ def test_bundles_have_names(folder: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_served_is_one_line(invoke: Invoke, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("\n\n")
+    taken = listen("127.0.0.1", 0)
+    taken.listen()
     for arguments, words in [
         ([tmp_path], "bundle.json"), ([folder, f"pair={folder}"], "Both"),
         ([folder, "--backend", "tensorrt"], "engines"),
         ([folder, "--memory-budget", "1kB"], "--memory-budget is 1.0 kB"), ([folder, "--host", "300.1.1.1"], "listen"),
+        ([folder, "--port", taken.getsockname()[1]], ": Address already in use. Give another"),
         ([folder, "--api-key-file", tmp_path / "keys"], "no API key"), ([folder, "--block-size", 9], "from 1 to 8"),
         ([folder, "--block-size", 4, "--plain"], "contradict"),
     ]:  # fmt: skip
         done = invoke("serve", *arguments)
         assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1), done.stderr
         assert words in done.stderr
+    taken.close()

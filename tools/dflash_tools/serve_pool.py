@@ -19,6 +19,7 @@ from dflash_tools.serve_bundles import ServedBundle
 from dflash_tools.serve_errors import ApiError
 from dflash_tools.serve_jobs import Failed, Job
 from dflash_tools.serve_queue import FairQueue
+from dflash_tools.sizes import bytes_text
 
 _log = logging.getLogger(__name__)
 _SHUTTING_DOWN = "The server is shutting down. Ask again when it is back."
@@ -114,8 +115,8 @@ class BundlePool:
         """
         needed = sum(seat.facts.memory_bytes for seat in self._seats.values())
         if needed > self._budget_bytes:
-            raise DFlashError(f"The bundles need {needed} bytes together and --memory-budget is {self._budget_bytes}. "
-                              "Raise it or leave out --preload.")  # fmt: skip
+            raise DFlashError(f"The bundles need {bytes_text(needed)} together and --memory-budget is "
+                              f"{bytes_text(int(self._budget_bytes))}. Raise it or leave out --preload.")  # fmt: skip
         with self._changed:
             for seat in self._seats.values():
                 seat.preload = True
