@@ -235,6 +235,12 @@ def test_what_a_request_cost() -> None:
     )
 
 
+@pytest.mark.parametrize("command", ["run", "chat", "serve"])
+def test_threads_are_some(invoke: Invoke, bundle: Path, command: str) -> None:
+    refused = invoke(command, bundle, "--threads", 0)
+    assert refused.exit_code == 2 and "'--threads': 0 is not in the range x>=1" in refused.stderr
+
+
 @pytest.mark.parametrize("option", ["--cuda-graphs", "--no-cuda-graphs"])
 def test_cuda_graphs_are_for_a_gpu(invoke: Invoke, bundle: Path, option: str) -> None:
     refused = invoke("run", bundle, "hello", option)

@@ -38,7 +38,7 @@ from dflash_tools.sampling_options import sampling_options
 @click.option("--show-blocks", is_flag=True, help="On a terminal: show in colour what the drafter said.")
 @sampling_options
 @click.option("--backend", default="ort-cpu", show_default=True, help="What executes the graphs.")
-@click.option("--threads", type=int, metavar="N", help="CPU threads. [default: the backend chooses]")
+@click.option("--threads", type=click.IntRange(1), metavar="N", help="CPU threads. [default: the backend chooses]")
 @click.option("--cuda-graphs/--no-cuda-graphs", default=None,
               help="On a GPU: enqueue each cycle as one CUDA graph. [default: where the backend is known to allow it]")
 def command(

@@ -45,7 +45,7 @@ from dflash_tools.sizes import counted
 @click.option("--ids", is_flag=True, help="PROMPT is token ids, and so is the output.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @click.option("--backend", default="ort-cpu", show_default=True, help="What executes the graphs.")
-@click.option("--threads", type=int, metavar="N", help="CPU threads. [default: the backend chooses]")
+@click.option("--threads", type=click.IntRange(1), metavar="N", help="CPU threads. [default: the backend chooses]")
 @click.option("--cuda-graphs/--no-cuda-graphs", default=None,
               help="On a GPU: enqueue each cycle as one CUDA graph. [default: where the backend is known to allow it]")
 def command(

@@ -37,7 +37,8 @@ _SECONDS = click.FloatRange(min=0.001)
 @click.option("--allowed-host", "hosts", multiple=True, metavar="NAME",
               help="Name clients may call the server by; repeatable. [default: any; bound to loopback: localhost only]")
 @click.option("--backend", default="ort-cpu", show_default=True, help="What executes the graphs.")
-@click.option("--threads", type=int, metavar="N", help="CPU threads of a bundle. [default: the backend chooses]")
+@click.option("--threads", type=click.IntRange(1), metavar="N",
+              help="CPU threads of a bundle. [default: the backend chooses]")
 @click.option("--block-size", type=BLOCK_SIZE, metavar="N|auto",
               help="Tokens in a block, anchor included; auto: what pays, round by round. [default: as `run`]")
 @click.option("--plain", is_flag=True, help="Decode without the drafter.")

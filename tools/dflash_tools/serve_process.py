@@ -121,6 +121,7 @@ def listen(host: str, port: int) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))
     except OSError as error:
-        raise DFlashError(f"Cannot listen on {host}:{port}: {error.strerror}. Give another --host or --port.") from error
+        said = f"Cannot listen on {host}:{port}: {error.strerror}. Give another --host or --port."
+        raise DFlashError(said) from error
     found.set_inheritable(False)
     return found
