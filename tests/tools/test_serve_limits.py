@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,12 @@ from serve_calls import Running, serving, wait_until
 from tiny_bundle import Sizes, write_bundle
 
 from dflash_runtime import GenerationConfig, Session
-from dflash_tools.serve_jobs import Job, Question
+from dflash_tools.serve_answers import Answer, AnswerResponse
+from dflash_tools.serve_jobs import Event, Job, Piece, Question
 from dflash_tools.serve_limits import Limits, allowed_hosts, is_loopback
 from dflash_tools.serve_metrics import ServeMetrics
+from dflash_tools.serve_replies import ChatShape, Reply
+from dflash_tools.serve_requests import Order
 from dflash_tools.serve_session import LoadedBundle, SessionOptions
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -78,6 +83,43 @@ def test_who_leaves_is_noticed_while_a_prompt_is_read_and_where_no_text_comes(fo
                 setattr(session._backend, name, watched(name, getattr(session._backend, name)))
             loaded.run(job)
         assert calls[-1] == leaves_at
+
+
+def test_nothing_more_is_sent_to_who_has_left() -> None:
+    """However much of the answer is ready by then."""
+    question = Question([1], GenerationConfig())
+
+    class Ready(Answer):
+        def __init__(self) -> None:
+            self.cancelled = False
+
+        async def events(self) -> AsyncIterator[tuple[int, Event]]:
+            for _ in range(100):
+                yield 0, Piece("a", [])
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+    async def sent_to(leaver: bool) -> int:
+        left, sent, answer = asyncio.Event(), list[Any](), Ready()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if leaver and len(sent) == 5:
+                left.set()
+
+        async def receive() -> Any:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        order = Order("pair", [question], 1, True, False)
+        response = AnswerResponse(answer, order, Reply(ChatShape(), "pair", "x", False, False), Limits())
+        await response({"type": "http"}, receive, send)
+        assert answer.cancelled
+        return len(sent)
+
+    assert asyncio.run(sent_to(leaver=False)) == 103  # with head, [DONE] and end
+    assert asyncio.run(sent_to(leaver=True)) < 10
 
 
 def test_a_full_queue_says_when_to_come_back(folder: Path) -> None:

@@ -175,6 +175,7 @@ class AnswerResponse:
 async def _send_event(send: Send, data: Mapping[str, Any]) -> None:
     line = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     await send({"type": "http.response.body", "body": f"data: {line}\n\n".encode(), "more_body": True})
+    await asyncio.sleep(0)  # sending need not wait for anything, and the client's leaving is to be noticed all the same
 
 
 async def _disconnected(receive: Receive) -> None:
