@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from pairs import Pair, build_fully, export_quickly
 
+from dflash_runtime.bundle import Bundle
+
 Make = Callable[[Pair], Path]
 Once = Callable[[str, Callable[[Path], object]], Path]
 
@@ -51,3 +53,20 @@ def exported(once: Once) -> Make:
 def built(once: Once) -> Make:
     """Pair -> bundle of the whole build; its checkpoints lie beside it."""
     return lambda pair: once(f"{pair.name}-built", lambda folder: build_fully(pair, folder)) / "bundle"
+
+
+@pytest.fixture
+def bundle_of(exported: Make, tmp_path: Path) -> Callable[[Pair], Bundle]:
+    """A copy of the pair's bundle that a test may write to."""
+
+    def copy(pair: Pair) -> Bundle:
+        shutil.copytree(exported(pair), tmp_path / pair.name)
+        return Bundle.open(tmp_path / pair.name)
+
+    return copy
+
+
+@pytest.fixture
+def engines_are_kept(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines another test has built are not built again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_folder / "cache"))

@@ -130,6 +130,15 @@ MAIN = Pair(
 """The pair most tests share: windows, every block size, proposals accepted now and then."""
 HALF_PAIRS = [dataclasses.replace(MAIN, name=f"main-{p}", precision=p) for p in ("bf16", "fp16")]
 
+_SHALLOW = Pair(
+    "shallow",
+    target={"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    drafter={"layer_types": [SLIDING, FULL], "sliding_window": 16, "block_size": 16, "taps": (0,)},
+    max_context_tokens=160,
+)
+SHALLOW_PAIRS = [dataclasses.replace(_SHALLOW, name=f"shallow-{p}", precision=p) for p in ("bf16", "fp16")]
+"""The least that has a full layer and one with a window in both models: engines of it build in a second or two."""
+
 
 def quiet(stage: str, done: int, total: int) -> None:
     """A progress callback that shows nothing."""

@@ -17,14 +17,14 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 from conftest import Make
-from pairs import HALF_PAIRS, MAIN, Pair, quiet
+from pairs import MAIN, Pair, quiet
+from shallow_engines import BF16, FP16, KINDS, options, take_the_form
 
 from dflash_engines import build_process, tensorrt_engines
 from dflash_engines.build_process import run_build
 from dflash_engines.tensorrt_build import BuildOrder
 from dflash_engines.tensorrt_engines import BuiltEngines, build_engines
 from dflash_engines.tensorrt_plan import EngineOptions
-from dflash_engines.tensorrt_versions import row_for
 from dflash_export.parity import require_passed
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.device_engine import DeviceEngineRecord, check_device_engine, device_tag, engine_folders
@@ -33,61 +33,13 @@ from dflash_tools import lowered_check
 from dflash_tools.pipeline import build
 
 pytest.importorskip("tensorrt_rtx")
-BF16, FP16 = HALF_PAIRS
-CAPABILITIES = ("8.6", "8.9", "12.0")
-KINDS = ["target", "drafter_context", "drafter", "acceptance", "candidates"]
-
-
-@pytest.fixture(autouse=True)
-def _shared_cache(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines another test has built are not built again."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_folder / "cache"))
+pytestmark = pytest.mark.usefixtures("engines_are_kept")
 
 
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def bundle_of(exported: Make, tmp_path: Path) -> Callable[[Pair], Bundle]:
-    """A copy of the pair's bundle that a test may write to."""
-
-    def copy(pair: Pair) -> Bundle:
-        shutil.copytree(exported(pair), tmp_path / pair.name)
-        return Bundle.open(tmp_path / pair.name)
-
-    return copy
-
-
-def options(**changes: Any) -> EngineOptions:
-    return EngineOptions(**{"backend": "tensorrt-rtx", "compute_capability": "8.9", "prefill_chunk_tokens": 32,
-                            "block_sizes": (8,), **changes})
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("pair", HALF_PAIRS, ids=lambda pair: str(pair.precision))
-def test_engines_for_each_gpu(pair: Pair, capability: str, bundle_of: Callable[[Pair], Bundle]) -> None:
-    """Windows, causal and bidirectional layers, all block sizes, weights shared."""
-    bundle = bundle_of(pair)
-    built = build_engines(bundle, options(compute_capability=capability, block_sizes=(), use_cache=False))
-    assert [engine.kind for engine in built.record.engines] == KINDS and built.reused == []
-    assert built.record.form == "fused" and built.record.execution_precision == pair.precision
-    target, context, drafter, acceptance, candidates = built.record.engines
-    assert [p.rows for p in acceptance.profiles] == [1, 4, 8, 16] == [p.logit_rows for p in candidates.profiles]
-    assert [p.rows for p in target.profiles] == [1, 4, 8, 16, 32] == [p.rows for p in context.profiles]
-    assert [p.logit_rows for p in target.profiles] == [1, 4, 8, 16, 1]
-    assert [p.rows for p in drafter.profiles] == [4, 8, 16]
-    capacity = bundle.manifest.max_context_tokens + 32
-    assert {p.capacity_rows for engine in built.record.engines[:3] for p in engine.profiles} == {capacity}
-    for engine in built.record.engines:
-        assert len(engine.scratch_bytes) == len(engine.profiles) and engine.build_peak_bytes > 50e6
-        assert (built.folder / engine.file).stat().st_size == built.record.files[engine.file].size_bytes > 10_000
-    stated = {w.weight for engine in built.record.engines for w in engine.weights}
-    assert stated <= set(bundle.manifest.weights) and built.saved_bytes > 0
-    assert DeviceEngineRecord.read(built.folder, "") == built.record
-    assert not list(bundle.path.rglob("*partial*"))
 
 
 def test_embedded_weights_and_the_other_precision(bundle_of: Callable[[Pair], Bundle]) -> None:
@@ -98,7 +50,9 @@ def test_embedded_weights_and_the_other_precision(bundle_of: Callable[[Pair], Bu
     assert all(not engine.weights for engine in embedded.record.engines) and embedded.weight_bytes == 0
     assert embedded.engine_bytes > shared.engine_bytes
     half = build_engines(bundle, options(precision="fp16"))
-    assert half.record.execution_precision == "fp16" and half.reused == ["acceptance", "candidates"]
+    pairs = zip(shared.record.engines, half.record.engines, strict=True)
+    assert [one.kind for one, other in pairs if one.build_key == other.build_key] == ["acceptance", "candidates"]
+    assert half.record.execution_precision == "fp16"
     assert {w.dtype for engine in half.record.engines for w in engine.weights} == {"F16", "F32"}
     with pytest.raises(EngineError, match="keep the bundle's precision, bf16, and fp16 is asked"):
         build_engines(bundle, options(weights_mode="embedded", precision="fp16"))
@@ -114,30 +68,13 @@ def test_residuals_in_fp32_on_request(bundle_of: Callable[[Pair], Bundle]) -> No
 
 
 def test_the_primitive_form(bundle_of: Callable[[Pair], Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What TensorRT 10.3 is given, built by TensorRT-RTX: a short context reads a short cache."""
-    monkeypatch.setattr(tensorrt_engines, "_installed", lambda backend: (row_for("tensorrt", "10.3"), "10.3"))
+    """What TensorRT 10.3 is given: a short context reads a short cache."""
+    take_the_form("primitive", monkeypatch)
     bundle = bundle_of(dataclasses.replace(FP16, name="long", max_context_tokens=512))
     built = build_engines(bundle, options(prefill_chunk_tokens=512))
     assert built.record.form == "primitive"
     target = built.record.engines[0]
     assert {p.capacity_rows for p in target.profiles} == {512, 1024}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("pair", HALF_PAIRS, ids=lambda pair: str(pair.precision))
-@pytest.mark.parametrize("kind", ["embedded", "primitive"])
-def test_other_kinds_for_each_gpu(
-    kind: str, pair: Pair, capability: str, bundle_of: Callable[[Pair], Bundle], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What every run builds for one GPU and one precision."""
-    if kind == "primitive":
-        monkeypatch.setattr(tensorrt_engines, "_installed", lambda backend: (row_for("tensorrt", "10.3"), "10.3"))
-    mode = "embedded" if kind == "embedded" else "shared"
-    built = build_engines(bundle_of(pair), options(compute_capability=capability, weights_mode=mode, use_cache=False))
-    assert built.record.form == ("primitive" if kind == "primitive" else "fused")
-    assert [engine.kind for engine in built.record.engines] == KINDS and built.record.weights_mode == mode
-    assert (built.record.compute_capability, built.record.execution_precision) == (capability, pair.precision)
 
 
 def test_what_fits_is_not_built_again(bundle_of: Callable[[Pair], Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +159,7 @@ def test_build_makes_engines_and_checks_what_they_are_built_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     BF16.write(tmp_path)
-    asked = EngineOptions("tensorrt-rtx", "8.9", block_sizes=(8,), prefill_chunk_tokens=32)
+    asked = options()
     report = build(BF16.options(tmp_path), tmp_path / "bundle", "ort-cpu", quiet, [asked])
     (built,) = report.engines
     assert built.folder == tmp_path / "bundle" / "engines" / "tensorrt-rtx-sm89"
