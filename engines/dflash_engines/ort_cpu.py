@@ -42,7 +42,8 @@ DEFAULT_ACTIVATIONS: ActivationPrecision = "int8"
 _CONTRIB_OPERATORS = frozenset(
     {"FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "SkipSimplifiedLayerNormalization"}
 )
-# A record made by other versions of these is made anew: they decide what the graphs look like.
+# A record made by other versions of these is made anew: they decide what the graphs look like. The processor does not:
+# a pass knows the graph alone, and kernels and the layout of weights are ONNX Runtime's choice when it opens one.
 _MAKERS = ("dflash-export", "onnx", "onnx-ir")
 # One more with each change to what the passes make, as the package's version may stay the same.
 _LOWERING_REVISION = 3
