@@ -94,7 +94,7 @@ def main(
         facts = [{**dataclasses.asdict(row), "difference": row.difference, "passed": row.passed} for row in rows]
         click.echo(json.dumps({"tolerance": TOLERANCE, "passed": passed, "items": facts}))
     else:
-        for line in _lines(rows):
+        for line in comparison_lines(rows):
             click.echo(line)
     if not passed:
         sys.exit(EXIT_REFUSED)
@@ -238,7 +238,8 @@ def _weight_file_bytes(bundle: Bundle) -> dict[str, int]:
     return {role: sum(bundle.file(name).stat().st_size for name in names) for role, names in files.items()}
 
 
-def _lines(rows: list[Comparison]) -> Iterator[str]:
+def comparison_lines(rows: list[Comparison]) -> Iterator[str]:
+    """A table for a person."""
     yield f"{'item':<33}{'planned':>11}{'real':>11}{'difference':>12}"
     for row in rows:
         word = "" if not row.judged else "  ok" if row.passed else f"  FAILED: over {TOLERANCE:.0%}"
