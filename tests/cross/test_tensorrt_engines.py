@@ -259,6 +259,7 @@ def test_engines_of_something_else_are_refused_with_both_values(bundle_of: Calla
     [
         (lambda folder: (folder / "target.engine").unlink(), "target.engine is missing"),
         (lambda folder: (folder / "target.engine").write_bytes(b""), "target.engine is incomplete or altered"),
+        (lambda folder: cut_in_half(folder / "target.engine"), "target.engine is incomplete or altered"),
         (lambda folder: flip_a_byte(folder / "target.engine"), "target.engine was altered"),
         (lambda folder: (folder / "engine.json").write_text("{"), "cannot be read"),
         (lambda folder: edit(folder / "engine.json", schema_version=9), "schema version 9, this program reads 2"),
@@ -270,6 +271,10 @@ def test_damaged_engines(damage: Callable[[Path], Any], words: str, bundle_of: C
     damage(built.folder)
     with pytest.raises(EngineError, match=f"{words}.*Run: X"):
         DeviceEngineRecord.read(built.folder, "Run: X")
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def flip_a_byte(path: Path) -> None:

@@ -16,6 +16,9 @@ import pytest
 from fake_cuda import FakeCuda, FakeTensorRT, Status
 
 from dflash_runtime import BackendError, Session
+from dflash_runtime.device import Buffer
+from dflash_runtime.device_engine import EngineProfile, GraphEngine
+from dflash_runtime.device_graph import DeviceGraph
 from dflash_runtime.errors import EngineError
 
 MODULE = "dflash_runtime.cuda_device"
@@ -110,6 +113,35 @@ def test_engines_and_contexts(device: Any, tmp_path: Path) -> None:
     (tmp_path / "target.engine").write_bytes(b"broken")
     with pytest.raises(EngineError, match=r"TensorRT 10.3.0 cannot load .*target\.engine"):
         device.open_engine(tmp_path / "target.engine", [])
+
+
+def test_tensors_are_bound_by_name_whatever_their_order(device: Any, tmp_path: Path) -> None:
+    """TensorRT lists them as it likes; ids of INT64 are 8 bytes each since version 10."""
+    trt: Any = sys.modules["tensorrt"]
+    trt.tensors = dict(reversed(trt.tensors.items()))
+    (tmp_path / "target.engine").write_bytes(b"engine")
+    engine = device.open_engine(tmp_path / "target.engine", [])
+    context = engine.open_context(1, device.allocate(engine.scratch_bytes))
+    assert context.sizes_bytes == {"taps": 256, "weight": 96, "ids": 16 * 8}
+    context.bind({"ids": 256, "taps": 768, "weight": 512})
+    assert {call[1:] for call in trt.calls if call[0] == "set_tensor_address"} == {
+        ("ids", 256), ("taps", 768), ("weight", 512)
+    }  # fmt: skip
+
+
+def test_what_an_engine_wants_must_be_there_and_large_enough(device: Any, tmp_path: Path) -> None:
+    """Ids of 32 bit where the engine has INT64, or a tensor of another name."""
+    (tmp_path / "target.engine").write_bytes(b"engine")
+    profile = EngineProfile(16, 0, 0)
+    facts = GraphEngine("target", "target.engine", "key", [EngineProfile(4, 0, 0), profile], [], [0, 0], 0)
+    opened = device.open_engine(tmp_path / "target.engine", [])
+    graph = DeviceGraph(facts, opened, device.allocate(opened.scratch_bytes), "Run: X")
+    buffers = {"ids": Buffer(256, 16 * 8), "weight": Buffer(512, 96), "taps": Buffer(768, 256)}
+    graph.bind(profile, buffers)
+    ids = buffers.pop("ids")
+    for wrong in ({"ids": Buffer(256, 16 * 4)}, {"input_ids": ids}):
+        with pytest.raises(EngineError, match=r"target engine wants 128 bytes for ids .*gives (64|0)\. Run: X"):
+            graph.bind(profile, {**buffers, **wrong})
 
 
 def test_what_fails_is_named(device: Any, cuda: FakeCuda) -> None:
