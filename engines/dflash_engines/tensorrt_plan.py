@@ -221,6 +221,8 @@ class EnginePlan:
         versions = {name: version(name) for name in ("dflash-export", "onnx-ir", "polygraphy")}
         if self.options.draft_window_tokens is not None:
             versions[DRAFT_WINDOW] = str(self.options.draft_window_tokens)
+        if self.options.fp32_residuals:
+            versions["residuals"] = "fp32"
         return DeviceEngineRecord(
             schema_version=DeviceEngineRecord.SCHEMA_VERSION,
             backend=self.options.backend,

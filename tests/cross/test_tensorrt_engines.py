@@ -64,6 +64,7 @@ def test_residuals_in_fp32_on_request(bundle_of: Callable[[Pair], Bundle]) -> No
     kept = build_engines(bundle, options(fp32_residuals=True))
     # The drafter's context embeds nothing and has no stream: its engine is the same one.
     assert kept.reused == ["drafter_context", "acceptance", "candidates"]
+    assert (before.record.versions.get("residuals"), kept.record.versions["residuals"]) == (None, "fp32")
     assert {w.dtype for w in kept.record.engines[0].weights} == {w.dtype for w in before.record.engines[0].weights}
 
 
