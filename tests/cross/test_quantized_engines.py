@@ -29,7 +29,7 @@ from dflash_runtime.errors import EngineError
 from dflash_runtime.weights import FLOAT8_TRANSPOSED, SIGNED_TRANSPOSED, MappedWeights
 from dflash_tools.lowered_check import check_fused
 
-OPTIONS = EngineOptions("tensorrt-rtx", "8.9", (8,), prefill_chunk_tokens=32, use_cache=False)
+OPTIONS = EngineOptions("tensorrt-rtx", "8.9", (8,), prefill_chunk_tokens=8, use_cache=False)
 
 
 def export(folder: Path, *words: str, precision: str = "bf16", symmetric: bool = True, **target: Any) -> Bundle:

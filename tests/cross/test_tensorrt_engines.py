@@ -71,8 +71,9 @@ def test_residuals_in_fp32_on_request(bundle_of: Callable[[Pair], Bundle]) -> No
 def test_the_primitive_form(bundle_of: Callable[[Pair], Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
     """What TensorRT 10.3 is given: a short context reads a short cache."""
     take_the_form("primitive", monkeypatch)
-    bundle = bundle_of(dataclasses.replace(FP16, name="long", max_context_tokens=512))
-    built = build_engines(bundle, options(prefill_chunk_tokens=512))
+    bundle = bundle_of(FP16)
+    longer = Bundle(bundle.path, dataclasses.replace(bundle.manifest, max_context_tokens=1024 - 16))
+    built = build_engines(longer, options())
     assert built.record.form == "primitive"
     target = built.record.engines[0]
     assert {p.capacity_rows for p in target.profiles} == {512, 1024}
