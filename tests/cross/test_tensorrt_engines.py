@@ -233,7 +233,7 @@ def test_a_full_disk_leaves_the_engines_before(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensorrt_engines.DeviceEngineRecord, "write", full)
+    monkeypatch.setattr(tensorrt_engines, "write_record", full)
     with pytest.raises(OutputError, match=r"cannot be written to .*: No space left on device"):
         build_engines(bundle, options(precision="fp16"))
     assert DeviceEngineRecord.read(first.folder, "") == first.record
@@ -264,7 +264,7 @@ def test_engines_of_something_else_are_refused_with_both_values(bundle_of: Calla
         (lambda folder: cut_in_half(folder / "target.engine"), "target.engine is incomplete or altered"),
         (lambda folder: flip_a_byte(folder / "target.engine"), "target.engine was altered"),
         (lambda folder: (folder / "engine.json").write_text("{"), "cannot be read"),
-        (lambda folder: edit(folder / "engine.json", schema_version=9), "schema version 9, this program reads 2"),
+        (lambda folder: edit(folder / "engine.json", schema_version=9), "schema version 9, this program reads 3"),
         (lambda folder: (folder / "engine.json").unlink(), "There is no engine in"),
     ],
 )
