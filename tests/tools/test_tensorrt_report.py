@@ -28,7 +28,8 @@ def built(**changes: Any) -> BuiltEngines:
     sizes = {"target.engine": 14_500_000, "drafter.engine": 9_500_000}
     record = DeviceEngineRecord(
         schema_version=DeviceEngineRecord.SCHEMA_VERSION, backend="tensorrt-rtx", tensorrt_version="1.7.1",
-        compute_capability="8.9", form="fused", rings={}, execution_precision="bf16", weights_mode="shared", capacity_rows=192, block_sizes=[16],
+        compute_capability="8.9", form="fused", rings={}, execution_precision="bf16",
+        weights_mode="shared", capacity_rows=192, block_sizes=[16],
         prefill_chunk_tokens=128, source={}, engines=engines,
         files={name: FileFacts(size, "0" * 64) for name, size in sizes.items()}, versions={},
     )  # fmt: skip
