@@ -17,6 +17,7 @@ from dflash_engines.passes.group_query_attention import GroupQueryAttentionPass
 from dflash_engines.passes.kernel_rotation import KernelRotationPass
 from dflash_engines.passes.length_sliced_attention import LengthSlicedAttentionPass
 from dflash_engines.passes.packed_projections import PackProjectionsPass
+from dflash_engines.passes.paired_rows import PairedRowsPass
 from dflash_engines.passes.quantized_matmul import ActivationPrecision, QuantizedMatMulPass
 from dflash_engines.passes.quantized_rows import QuantizedRowsPass
 from dflash_engines.passes.retype_to_fp32 import RetypeToFp32Pass
@@ -46,7 +47,7 @@ _CONTRIB_OPERATORS = frozenset(
 # a pass knows the graph alone, and kernels and the layout of weights are ONNX Runtime's choice when it opens one.
 _MAKERS = ("dflash-export", "onnx", "onnx-ir")
 # One more with each change to what the passes make, as the package's version may stay the same.
-_LOWERING_REVISION = 3
+_LOWERING_REVISION = 4
 
 
 def lower_bundle(
@@ -88,7 +89,8 @@ def lower_bundle(
         if progress is not None:
             progress("lower", len(lowered), len(files))
         own = {} if kind == "target" else rings
-        lowered[file] = lower_model(portable[kind], kind, activations=activations, rings=own)
+        paired = kind == "target" and "drafter" in files and activations == "int8"
+        lowered[file] = lower_model(portable[kind], kind, activations=activations, rings=own, paired_rows=paired)
     record = partial(host_record, bundle, BACKEND, list(lowered), versions, _EXECUTION_PRECISION, rings)
     return write_engine(bundle, BACKEND, lowered, record)
 
@@ -99,6 +101,8 @@ def lower_model(
     precision: str = _EXECUTION_PRECISION,
     activations: ActivationPrecision = DEFAULT_ACTIVATIONS,
     rings: Mapping[str, Ring] | None = None,
+    *,
+    paired_rows: bool = False,
 ) -> ir.Model:
     """Lowers one portable graph.
 
@@ -108,6 +112,8 @@ def lower_model(
         precision: Precision of execution. ONNX Runtime has no half-precision MatMul on a CPU, so only fp32 is made.
         activations: What the inputs of products with quantised weights are rounded to.
         rings: Cache input -> the ring it becomes; the others stay as long as the context.
+        paired_rows: Let a row alone have the bits it has in a block, where all products do: attention over it takes
+            longer, so it is for targets with a drafter.
 
     Returns:
         A new model with the same inputs and outputs, half-precision ones as fp32. Weights stay where they are; half
@@ -137,6 +143,7 @@ def lower_model(
         RowGatherPass(),
         FuseSkipNormPass(),
         ConstantReshapePass(),
+        *([PairedRowsPass()] if paired_rows else []),
     ):
         before = len(lowered.graph)
         lower(lowered)
