@@ -27,6 +27,8 @@ FORBIDDEN = {
 }  # fmt: skip
 # Tools modules that a command opens only once it needs what an extra brings.
 BEHIND_THE_DOOR = {"architecture_check", "architecture_table", "architectures"} | {
+    "engine_check",
+    "engine_logits",
     "gpu_check_bundles",
     "greedy_check",
     "hollow_bundle",

@@ -13,7 +13,9 @@ from dflash_runtime.bundle import Bundle, CheckRow, Manifest
 from dflash_runtime.engine_record import open_engine
 from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.session import Session
-from dflash_tools.lowered_check import ROUNDED_TOLERANCE, exact_logits
+from dflash_tools.engine_logits import portable_logits
+from dflash_tools.lowered_check import allowed_rounding
+from dflash_tools.reference_tensors import NEXT_COUNT, likeliest
 
 CHECKED_TOKENS = 24
 
@@ -50,9 +52,10 @@ def check_tokens(
 def check_own_tokens(root: Path, manifest: Manifest, backend: str) -> list[CheckRow]:
     """The same for an engine that has no text of PyTorch's to say: every way of decoding says what plain decoding says.
 
-    Where activations are rounded, a single row and a block of rows take other kernels, whose sums differ in the last
-    bits and are then rounded apart; so each token is judged by how far it falls short of the greedy choice on
-    activations in fp32, relative to the root mean square of the logits.
+    Where activations are rounded, each token is judged by how far it falls short of the greedy choice on activations
+    in fp32, relative to the root mean square of the logits: a few times as far as the same rounding moves the likeliest
+    tokens apart in the portable graph, on the texts of plain decoding. A row alone and a block may take other kernels,
+    whose sums differ in the last bits and are then rounded apart.
 
     Args:
         root: The bundle, with engines.
@@ -70,27 +73,55 @@ def check_own_tokens(root: Path, manifest: Manifest, backend: str) -> list[Check
             for name, texts in said.items()
             for count in (_differing(texts, plain),)
         ]
-    logits = exact_logits(bundle, max(len(p) for p in prompts) + room)
+    longest = max(len(p) for p in prompts) + room
+    exact = portable_logits(bundle, longest, rounds=False)
+    whole = [[*p, *t] for p, t in zip(prompts, plain, strict=True)]
+    right, worst = [exact(ids) for ids in whole], dict[str, float]()
+    for name, texts in said.items():
+        worst[name] = max(shortfall(exact([*p, *t])[len(p) - 1 : -1], t) for p, t in zip(prompts, texts, strict=True))
+    del exact  # one of both at a time is in memory
+    rounded = portable_logits(bundle, longest, rounds=True)
+    allowed = allowed_rounding(max(moved(rounded(ids), one) for ids, one in zip(whole, right, strict=True)))
     rows = []
     for name, texts in said.items():
-        worst = max(shortfall(logits([*p, *t])[len(p) - 1 : -1], t) for p, t in zip(prompts, texts, strict=True))
         words = f"{sum(map(len, texts))} greedy tokens after {len(prompts)} prompts, short of the best on fp32 sums"
         if name != "plain":
             words += f"; {_differing(texts, plain)} other ones than in plain decoding"
-        rows.append(CheckRow("tokens", name, worst, ROUNDED_TOLERANCE, worst <= ROUNDED_TOLERANCE, words))
+        rows.append(CheckRow("tokens", name, worst[name], allowed, worst[name] <= allowed, words))
     return rows
 
 
+def moved(found: Array, exact: Array) -> float:
+    """Most that the best token's distance to one of the next best changes, relative to the logits' root mean square.
+
+    Args:
+        found: Logits [n, V] of the same rows.
+        exact: What they should be.
+
+    Returns:
+        Infinite where a logit is not finite.
+    """
+    if not np.isfinite(found).all():
+        return float("inf")
+    ids, best = likeliest(exact)
+    own = np.take_along_axis(found, ids, -1).astype(np.float64)
+    changes = np.abs((best[:, :1] - best) - (own[:, :1] - own))[:, :NEXT_COUNT]
+    return float(changes.max() / _size(exact))
+
+
 def shortfall(logits: Array, chosen: list[int]) -> float:
-    """Most that a chosen token lies below the best one, relative to the root mean square of its row.
+    """Most that a chosen token lies below the best one, relative to the root mean square of the logits.
 
     Args:
         logits: [n, V], before each of the tokens.
         chosen: n token ids.
     """
     wide = logits.astype(np.float64)
-    short = wide.max(-1) - wide[np.arange(len(chosen)), chosen]
-    return float((short / np.sqrt((wide**2).mean(-1))).max())
+    return float((wide.max(-1) - wide[np.arange(len(chosen)), chosen]).max() / _size(wide))
+
+
+def _size(logits: Array) -> float:
+    return float(np.sqrt((logits.astype(np.float64) ** 2).mean()))
 
 
 def _say(

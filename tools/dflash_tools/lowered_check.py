@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -17,22 +17,21 @@ from dflash_engines.passes.quantized_matmul import ActivationPrecision
 from dflash_engines.portable_graph import load_portable
 from dflash_export.deviation import Array, Worst, deviation, mean_deviation
 from dflash_export.graph_runner import GraphRunner
-from dflash_export.quality import perplexity, perplexity_row, text_windows
 from dflash_runtime.bundle import Bundle, CheckRow, GraphFacts, GraphKind
 from dflash_runtime.engine_record import HostEngineRecord, engine_folder, open_engine
-from dflash_runtime.errors import BundleError
 from dflash_runtime.weights import STORED, MappedWeights
+from dflash_tools.int8_product_graphs import keep_activations, round_activations
 from dflash_tools.network_weights import signed_weights
+from dflash_tools.validate_comparison import ROUNDED_FACTOR, WorstRows
 
 TOLERANCE = 1e-4
 """fp32 against fp32; other kernels sum in another order: measured 1.2e-5 on SmolLM2-135M."""
-ROUNDED_TOLERANCE = 0.3
-"""For products that round activations to int8, beside the portable graph, root mean square: measured 0.06 and less on
-SmolLM2-135M. A wrong scale or block is further off; what rounding costs a user is the perplexity of the engine."""
 _SEED = 77
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
+    """One run of a graph."""
+
     position: int
     inputs: dict[str, Array]
     rows: int
@@ -46,65 +45,22 @@ def check_lowered(bundle: Bundle, backend: str) -> list[CheckRow]:
         backend: `ort-cpu`.
 
     Returns:
-        Rows of stage `lowered`. Where weights are quantised, these are of graphs lowered in the same way whose
-        activations stay in fp32; rows of stage `int8 products` then compare the engine's own.
+        Rows of stage `lowered`. Where weights are quantised, these are of the engine's graphs with activations kept in
+        fp32, so that whatever they read wrongly is further off than sums in another order; rows of stage
+        `int8 products` are of the engine as it runs, which may lose a few times what the same rounding costs the
+        portable graphs on the same calls.
     """
-    if not bundle.manifest.quantized:
-        return _compare(bundle, "lowered", lambda facts, calls: _lowered(bundle, facts, backend, calls))
-    rows = _compare(bundle, "lowered", lambda facts, calls: _lowered_exactly(bundle, facts, calls))
-    return rows + _compare(
-        bundle, "int8 products", lambda facts, calls: _lowered(bundle, facts, backend, calls), ROUNDED_TOLERANCE
-    )
+    rows = _compare(bundle, "lowered", lambda facts, calls: _open_exactly(bundle, facts, backend, calls))
+    return rows + (_compare_rounded(bundle, backend) if bundle.manifest.quantized else [])
 
 
-def check_perplexity(bundle: Bundle, backend: str, original: float) -> CheckRow:
-    """Perplexity of the engine itself on the fixed text of the build.
+def allowed_rounding(own: float) -> float:
+    """Deviation that an engine which rounds is allowed: by what the same rounding costs where it is known to be right.
 
     Args:
-        bundle: With engines for `backend` and a tokenizer.
-        backend: `ort-cpu`.
-        original: Perplexity of the original checkpoint.
+        own: That cost; where it is not finite nothing is allowed, as it proves nothing.
     """
-    found, count = engine_perplexity(bundle, backend)
-    return perplexity_row(f"perplexity {backend}", original, found, count, "as the engine runs")
-
-
-def engine_perplexity(bundle: Bundle, backend: str) -> tuple[float, int]:
-    """The same as a number, and the tokens of the text.
-
-    Raises:
-        BundleError: the bundle has no tokenizer for its vocabulary, so the text cannot be put to it.
-    """
-    target, context = bundle.manifest.target, bundle.manifest.max_context_tokens
-    windows = text_windows(bundle.path / "tokenizer" / "tokenizer.json", target.vocab_size, context)
-    if not windows:
-        raise BundleError(f"{bundle.path} has no tokenizer for its vocabulary; build it from a checkpoint with one.")
-    longest = max(len(window) for window in windows)
-    runner = _lowered(bundle, target.graph, backend, [_Call(0, {}, longest)])
-
-    def logits(ids: Sequence[int], position: int) -> Array:
-        place = {"position": np.array([position]), "logit_rows": np.arange(len(ids))}
-        found: Array = runner.run(input_ids=np.array([ids]), **place)["logits"][0]
-        return found
-
-    return perplexity(windows, logits), sum(len(window) for window in windows)
-
-
-def exact_logits(bundle: Bundle, most_tokens: int) -> Callable[[Sequence[int]], Array]:
-    """The target lowered as for an engine, activations in fp32: token ids -> logits [n, V] from an empty cache.
-
-    Args:
-        bundle: The bundle.
-        most_tokens: Of any text that is asked for.
-    """
-    runner = _lowered_exactly(bundle, bundle.manifest.target.graph, [_Call(0, {}, most_tokens)])
-
-    def logits(ids: Sequence[int]) -> Array:
-        place = {"position": np.array([0]), "logit_rows": np.arange(len(ids))}
-        found: Array = runner.run(input_ids=np.array([ids]), **place)["logits"][0]
-        return found.copy()
-
-    return logits
+    return ROUNDED_FACTOR * own + TOLERANCE if np.isfinite(own) else 0.0
 
 
 def check_fused(bundle: Bundle) -> list[CheckRow]:
@@ -120,33 +76,53 @@ def check_fused(bundle: Bundle) -> list[CheckRow]:
 
 
 def _compare(
-    bundle: Bundle,
-    stage: str,
-    open_other: Callable[[GraphFacts, list[_Call]], GraphRunner],
-    tolerance: float = TOLERANCE,
+    bundle: Bundle, stage: str, open_other: Callable[[GraphFacts, list[Call]], GraphRunner]
 ) -> list[CheckRow]:
-    manifest, exact = bundle.manifest, tolerance == TOLERANCE
-    measure = deviation if exact else mean_deviation
-    graphs: list[tuple[str, GraphFacts]] = [("target", manifest.target.graph)]
-    if manifest.drafter is not None:
-        graphs += [("drafter_context", manifest.drafter.context_graph), ("drafter", manifest.drafter.graph)]
     rows = []
-    for kind, facts in graphs:
+    for kind, facts in _graphs(bundle):
         calls = list(_calls(bundle, kind))
-        expected = _run(_portable(bundle, facts, calls), calls)
+        expected = _run(open_portable(bundle, facts, calls), calls)
         found = _run(open_other(facts, calls), calls)
         worst = Worst()
         for one, two in zip(found, expected, strict=True):
             for name, array in two.items():
-                if array.dtype == np.int64 and not exact:
-                    continue  # rounding may pick another token
                 if array.dtype == np.int64:
                     worst.add(f"{kind} {name}", float((one[name] != array).sum()))
                 else:
-                    worst.add(f"{kind} {name}", measure(one[name], array))
-        covered = "calls (rows before, new): " + ", ".join(f"({c.position}, {c.rows})" for c in calls)
-        rows += _merged(worst, kind).rows(stage, tolerance, covered)
+                    worst.add(f"{kind} {name}", deviation(one[name], array))
+        rows += _merged(worst, kind).rows(stage, TOLERANCE, _covered(calls))
     return rows
+
+
+def _compare_rounded(bundle: Bundle, backend: str) -> list[CheckRow]:
+    """The engine as it runs. Token ids are left out: rounding may pick another one."""
+    rows = []
+    for kind, facts in _graphs(bundle):
+        calls = list(_calls(bundle, kind))
+        exact = _run(open_portable(bundle, facts, calls), calls)
+        own = _run(open_portable(bundle, facts, calls, rounds=True), calls)
+        found = _run(open_lowered(bundle, facts, backend, calls), calls)
+        worst = WorstRows("int8 products")
+        for name in [name for name, array in exact[0].items() if array.dtype != np.int64]:
+            cost, lost = (
+                max(mean_deviation(one[name], right[name]) for one, right in zip(results, exact, strict=True))
+                for results in (own, found)
+            )
+            worst.add(f"{kind} {'cache' if name.startswith('present.') else name}", lost, allowed_rounding(cost))
+        rows += worst.rows(_covered(calls))
+    return rows
+
+
+def _graphs(bundle: Bundle) -> list[tuple[str, GraphFacts]]:
+    manifest = bundle.manifest
+    graphs = [("target", manifest.target.graph)]
+    if manifest.drafter is not None:
+        graphs += [("drafter_context", manifest.drafter.context_graph), ("drafter", manifest.drafter.graph)]
+    return graphs
+
+
+def _covered(calls: list[Call]) -> str:
+    return "calls (rows before, new): " + ", ".join(f"({c.position}, {c.rows})" for c in calls)
 
 
 def _merged(worst: Worst, kind: str) -> Worst:
@@ -157,7 +133,7 @@ def _merged(worst: Worst, kind: str) -> Worst:
     return merged
 
 
-def _calls(bundle: Bundle, kind: str) -> Iterator[_Call]:
+def _calls(bundle: Bundle, kind: str) -> Iterator[Call]:
     manifest = bundle.manifest
     rng, noise = random.Random(_SEED), np.random.default_rng(_SEED)
     limit = manifest.max_context_tokens
@@ -170,7 +146,7 @@ def _calls(bundle: Bundle, kind: str) -> Iterator[_Call]:
         if kind == "drafter_context":
             width = int(next(t.shape[-1] for t in manifest.target.graph.outputs if t.name == "taps"))
             taps = noise.standard_normal((1, rows, width), dtype=np.float32)
-            yield _Call(position, {"taps": taps, **place}, rows)
+            yield Call(position, {"taps": taps, **place}, rows)
             continue
         if kind == "drafter" and rows < 2:
             continue
@@ -178,12 +154,12 @@ def _calls(bundle: Bundle, kind: str) -> Iterator[_Call]:
         if kind == "drafter":
             assert manifest.drafter is not None
             ids[0, 1:] = manifest.drafter.mask_token_id
-            yield _Call(position, {"input_ids": ids, **place}, rows)
+            yield Call(position, {"input_ids": ids, **place}, rows)
         else:
-            yield _Call(position, {"input_ids": ids, **place, "logit_rows": np.arange(rows)}, rows)
+            yield Call(position, {"input_ids": ids, **place, "logit_rows": np.arange(rows)}, rows)
 
 
-def _run(runner: GraphRunner, calls: list[_Call]) -> list[dict[str, Array]]:
+def _run(runner: GraphRunner, calls: list[Call]) -> list[dict[str, Array]]:
     """Outputs of every call; a cache is cut to the rows written by the end of its call."""
     results = []
     state = {tensor.output for tensor in runner.facts.state}
@@ -194,7 +170,7 @@ def _run(runner: GraphRunner, calls: list[_Call]) -> list[dict[str, Array]]:
     return results
 
 
-def _capacity(calls: list[_Call]) -> int:
+def _capacity(calls: list[Call]) -> int:
     return max(call.position + call.rows for call in calls) + 4
 
 
@@ -206,19 +182,32 @@ def _weights(bundle: Bundle, model: ir.Model) -> dict[str, Array] | None:
     return {n: mapped.float32(n) for n in model.graph.initializers if n in floats}
 
 
-def _portable(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
+def open_portable(bundle: Bundle, facts: GraphFacts, calls: list[Call], *, rounds: bool = False) -> GraphRunner:
+    """A portable graph in fp32; `rounds`: what its quantised products are given is rounded as int8 kernels do."""
     model = load_portable(bundle, facts.file)
     if bundle.manifest.precision != "fp32":
         model = to_fp32(model)
+    if rounds:
+        round_activations(model)
     return _open(bundle, model, facts, calls)
 
 
-def _lowered(bundle: Bundle, facts: GraphFacts, backend: str, calls: list[_Call]) -> GraphRunner:
+def open_lowered(bundle: Bundle, facts: GraphFacts, backend: str, calls: list[Call]) -> GraphRunner:
     """The engine's graph; one whose caches are rings with caches of the whole context, rings have their own check."""
+    return _open(bundle, _engine_graph(bundle, facts, backend), facts, calls)
+
+
+def _open_exactly(bundle: Bundle, facts: GraphFacts, backend: str, calls: list[Call]) -> GraphRunner:
+    model = _engine_graph(bundle, facts, backend)
+    keep_activations(model)
+    return _open(bundle, model, facts, calls)
+
+
+def _engine_graph(bundle: Bundle, facts: GraphFacts, backend: str) -> ir.Model:
     record = open_engine(bundle, backend)
     if any(tensor.input in record.rings for tensor in facts.state) and facts is not bundle.manifest.target.graph:
-        return _open(bundle, lowered_without_rings(bundle, facts, record), facts, calls)
-    return _open(bundle, ir.load(engine_folder(bundle, backend) / facts.file), facts, calls)
+        return lowered_without_rings(bundle, facts, record)
+    return ir.load(engine_folder(bundle, backend) / facts.file)
 
 
 def lowered_without_rings(
@@ -230,17 +219,12 @@ def lowered_without_rings(
     return lower_model(load_portable(bundle, facts.file), kind_of(bundle, facts), activations=chosen)
 
 
-def _lowered_exactly(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
-    model = lower_model(load_portable(bundle, facts.file), kind_of(bundle, facts), activations="fp32")
-    return _open(bundle, model, facts, calls)
-
-
 def kind_of(bundle: Bundle, facts: GraphFacts) -> GraphKind:
     """Which of the portable graphs it is."""
     return next(kind for kind, file in bundle.manifest.graph_files().items() if file == facts.file)
 
 
-def _fused(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner:
+def _fused(bundle: Bundle, facts: GraphFacts, calls: list[Call]) -> GraphRunner:
     portable = load_portable(bundle, facts.file)
     with signed_weights(bundle, portable) as weights:
         model = lower_fused(portable)
@@ -249,7 +233,7 @@ def _fused(bundle: Bundle, facts: GraphFacts, calls: list[_Call]) -> GraphRunner
 
 
 def _open(
-    bundle: Bundle, model: ir.Model, facts: GraphFacts, calls: list[_Call], given: dict[str, Array] | None = None
+    bundle: Bundle, model: ir.Model, facts: GraphFacts, calls: list[Call], given: dict[str, Array] | None = None
 ) -> GraphRunner:
     return open_graph(bundle, model, facts, _capacity(calls), given)
 

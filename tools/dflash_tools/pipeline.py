@@ -27,9 +27,10 @@ from dflash_export.parity import PrecisionPasses, require_passed
 from dflash_export.staging import check_output_place, clear_leftovers, resumable_folder, staged_folder, take_place
 from dflash_runtime.bundle import MANIFEST_NAME, Bundle, CheckRow, GraphKind, Manifest, write_record
 from dflash_runtime.errors import EngineError
+from dflash_tools.engine_check import check_engine
+from dflash_tools.engine_logits import check_perplexity
 from dflash_tools.greedy_check import check_own_tokens, check_tokens
-from dflash_tools.lowered_check import check_fused, check_lowered, check_perplexity
-from dflash_tools.ring_check import check_rings
+from dflash_tools.lowered_check import check_fused
 
 Progress = Callable[[str, int, int], None]
 EngineBuilder = Callable[[Bundle, EngineOptions, Progress], BuiltEngines]
@@ -93,8 +94,7 @@ def build(
             _lower(root, progress)
             if evidence is not None:
                 progress("check lowered", 0, 1)
-                rows += check_lowered(Bundle.open(root, check_files=False), backend)
-                rows += check_rings(Bundle.open(root, check_files=False), backend)
+                rows += check_engine(Bundle.open(root, check_files=False), backend)
                 require_passed(rows)
                 quality = evidence.quantized
                 if quality is not None and (original := quality.original.perplexity) is not None:
@@ -167,8 +167,7 @@ def add_drafter(
         if backend != "none":
             _lower(root, progress)
             if whole:
-                rows += check_lowered(Bundle.open(root, check_files=False), backend)
-                rows += check_rings(Bundle.open(root, check_files=False), backend)
+                rows += check_engine(Bundle.open(root, check_files=False), backend)
                 require_passed(rows)
                 rows += check_own_tokens(root, manifest, backend)
         _conclude(root, manifest, rows)

@@ -74,7 +74,7 @@ def measure_quality(
     Raises:
         PromptError: a conversation is not of a user's turns.
     """
-    from dflash_tools.lowered_check import engine_perplexity
+    from dflash_tools.engine_logits import engine_perplexity
 
     bundle = Bundle.open(folder)
     perplexity, tokens = engine_perplexity(bundle, "ort-cpu")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
 
-from dflash_engines.ort_cpu import lower_model
-from dflash_engines.portable_graph import load_portable
 from dflash_export.deviation import Array, Worst, deviation, mean_deviation
 from dflash_export.graph_runner import GraphRunner
 from dflash_runtime.bundle import Bundle, CheckRow, GraphFacts
 from dflash_runtime.engine_record import HostEngineRecord, engine_folder, open_engine
 from dflash_runtime.window_rings import Ring
-from dflash_tools.lowered_check import ROUNDED_TOLERANCE, TOLERANCE, kind_of, lowered_without_rings, open_graph
+from dflash_tools.int8_product_graphs import keep_activations
+from dflash_tools.lowered_check import TOLERANCE, allowed_rounding, lowered_without_rings, open_graph
 
 _SEED = 61
 _ROUNDS = 8
@@ -47,50 +46,75 @@ def check_rings(bundle: Bundle, backend: str) -> list[CheckRow]:
     Returns:
         Rows of stage `rings`; none where no cache is a ring. Where products round activations to int8, a sum in
         another order can change what they are rounded to: then the same graphs with activations in fp32 are compared
-        exactly, and the engine's own by the bound of such rounding.
+        exactly, and the engine as it runs by what such rounding costs the same drafter without rings.
     """
     record, manifest = open_engine(bundle, backend), bundle.manifest
     if not record.rings or manifest.drafter is None:
         return []
     rounds = bool(manifest.quantized) and record.versions.get("activations") != "fp32"
-    own = {facts.file: ir.load(engine_folder(bundle, backend) / facts.file) for facts in _graphs(bundle)}
+    folder = engine_folder(bundle, backend)
+    own, kept = ({facts.file: ir.load(folder / facts.file) for facts in _graphs(bundle)} for _ in range(2))
+    fp32 = {facts.file: lowered_without_rings(bundle, facts, record, exact=True) for facts in _graphs(bundle)}
     if not rounds:
-        return _compare(bundle, record, own, "rings", exact=True)
-    exact = {facts.file: lower_model(load_portable(bundle, facts.file), kind_of(bundle, facts), activations="fp32",
-                                     rings=record.rings) for facts in _graphs(bundle)}  # fmt: skip
-    rows = _compare(bundle, record, exact, "rings", exact=True)
-    return rows + _compare(bundle, record, own, "int8 rings", exact=False)
+        return _compare_exactly(bundle, record, fp32, own)
+    for model in kept.values():
+        keep_activations(model)
+    rows = _compare_exactly(bundle, record, fp32, kept)
+    whole = {facts.file: lowered_without_rings(bundle, facts, record) for facts in _graphs(bundle)}
+    lost, cost = 0.0, 0.0
+    calls = _Calls(bundle, record)
+    for right, rounding, found in calls.drafts((fp32, {}), (whole, {}), (own, record.rings)):
+        cost = max(cost, mean_deviation(rounding["draft_logits"], right["draft_logits"]))
+        lost = max(lost, mean_deviation(found["draft_logits"], rounding["draft_logits"]))
+    allowed = allowed_rounding(cost)
+    return [*rows, CheckRow("int8 rings", "drafter draft_logits", lost, allowed, lost <= allowed, calls.covered)]
 
 
-def _compare(
-    bundle: Bundle, record: HostEngineRecord, models: Mapping[str, ir.Model], stage: str, *, exact: bool
+def _compare_exactly(
+    bundle: Bundle, record: HostEngineRecord, whole: Mapping[str, ir.Model], ringed: Mapping[str, ir.Model]
 ) -> list[CheckRow]:
-    manifest = bundle.manifest
-    assert manifest.drafter is not None
-    block, filled = max(manifest.block_sizes), max(ring.rows for ring in record.rings.values()) - 2
-    first = max(0, min(filled, manifest.max_context_tokens - filled - _ROUNDS * block))
-    capacity = first + filled + (_ROUNDS + 1) * block
-    plain = {facts.file: lowered_without_rings(bundle, facts, record, exact=exact) for facts in _graphs(bundle)}
-    whole, ringed = _open(bundle, plain, capacity, {}), _open(bundle, models, capacity, record.rings)
-    rng, noise, worst = random.Random(_SEED), np.random.default_rng(_SEED), Worst()
-    width = int(next(t.shape[-1] for t in manifest.target.graph.outputs if t.name == "taps"))
-    position, rows = first, filled
-    for _ in range(_ROUNDS):
-        taps = noise.standard_normal((1, rows, width), dtype=np.float32)
-        whole.append(taps, position)
-        ringed.append(taps, position)
-        position += rows if rows == filled else rng.randint(1, rows)
-        rows = rng.choice([size for size in manifest.block_sizes if size > 1])
-        ids = np.full((1, rows), manifest.drafter.mask_token_id)
-        ids[0, 0] = rng.randrange(manifest.target.vocab_size)
-        expected, found = whole.draft(ids, position), ringed.draft(ids, position)
-        measure = deviation if exact else mean_deviation
-        worst.add("drafter draft_logits", measure(found["draft_logits"], expected["draft_logits"]))
-        if exact:
-            worst.add("drafter draft_ids", float((found["draft_ids"] != expected["draft_ids"]).sum()))
-    sizes = ", ".join(str(rows) for rows in sorted({ring.rows for ring in record.rings.values()}))
-    tolerance = TOLERANCE if exact else ROUNDED_TOLERANCE
-    return worst.rows(stage, tolerance, f"{_ROUNDS} rounds on rings of {sizes} rows, rows {first} to {position}")
+    calls, worst = _Calls(bundle, record), Worst()
+    for expected, found in calls.drafts((whole, {}), (ringed, record.rings)):
+        worst.add("drafter draft_logits", deviation(found["draft_logits"], expected["draft_logits"]))
+        worst.add("drafter draft_ids", float((found["draft_ids"] != expected["draft_ids"]).sum()))
+    return worst.rows("rings", TOLERANCE, calls.covered)
+
+
+class _Calls:
+    """The rounds that drafters are compared on: full rings to begin with, then some blocks."""
+
+    def __init__(self, bundle: Bundle, record: HostEngineRecord) -> None:
+        self._bundle, context = bundle, bundle.manifest.max_context_tokens
+        self._block, self._filled = max(bundle.manifest.block_sizes), max(r.rows for r in record.rings.values()) - 2
+        self._first = max(0, min(self._filled, context - self._filled - _ROUNDS * self._block))
+        sizes = ", ".join(str(rows) for rows in sorted({ring.rows for ring in record.rings.values()}))
+        self._words = f"{_ROUNDS} rounds on rings of {sizes} rows"
+        self._end = self._first
+
+    @property
+    def covered(self) -> str:
+        """What the rounds went over so far."""
+        return f"{self._words}, rows {self._first} to {self._end}"
+
+    def drafts(self, *given: tuple[Mapping[str, ir.Model], Mapping[str, Ring]]) -> Iterator[list[dict[str, Array]]]:
+        """What each of some drafters, graphs and their rings, says in each round."""
+        bundle, manifest = self._bundle, self._bundle.manifest
+        assert manifest.drafter is not None
+        capacity = self._first + self._filled + (_ROUNDS + 1) * self._block
+        drafters = [_open(bundle, models, capacity, rings) for models, rings in given]
+        rng, noise = random.Random(_SEED), np.random.default_rng(_SEED)
+        width = int(next(t.shape[-1] for t in manifest.target.graph.outputs if t.name == "taps"))
+        position, rows = self._first, self._filled
+        for _ in range(_ROUNDS):
+            taps = noise.standard_normal((1, rows, width), dtype=np.float32)
+            for drafter in drafters:
+                drafter.append(taps, position)
+            position += rows if rows == self._filled else rng.randint(1, rows)
+            rows = rng.choice([size for size in manifest.block_sizes if size > 1])
+            ids = np.full((1, rows), manifest.drafter.mask_token_id)
+            ids[0, 0] = rng.randrange(manifest.target.vocab_size)
+            yield [drafter.draft(ids, position) for drafter in drafters]
+        self._end = position
 
 
 def _graphs(bundle: Bundle) -> list[GraphFacts]:
