@@ -25,6 +25,7 @@ from dflash_export.evidence import (
 from dflash_export.layer_gate import LayerGate
 from dflash_export.parity import PrecisionPasses, check_target
 from dflash_export.quality import acceptance_row, perplexity_row
+from dflash_export.quality_notes import unmeasured
 from dflash_export.quantized_formats.imported_place import ImportedPlace
 from dflash_export.text_run import acceptance_length
 from dflash_export.weight_store import Progress
@@ -89,8 +90,8 @@ def check_portable(
         rows += _perplexity_rows(evidence.quantized)
         progress("check target", 2, 2)
     else:
-        plan.notes += _unmeasured(manifest)
         rows = LayerGate(root, manifest, plan.target.config, plan.target.places, passes).check(progress, stages)
+    plan.notes += unmeasured(manifest, evidence, _whole_bytes(manifest))
     target, reached = plan.target, 0 if evidence is None else RUN_WINDOW_TOKENS
     places = {**target.places, **dequantized_places(root, manifest)}
     rows += check_windows(root, manifest, target.config, places, passes, progress, reached_tokens=reached)
@@ -106,16 +107,6 @@ def check_portable(
         rows += check_rounding(root, manifest, plan.drafter.weights.bundle_places, "drafter")
         progress("check drafter", 1, 1)
     return rows, evidence
-
-
-def _unmeasured(manifest: Manifest) -> list[str]:
-    """What a gate that runs layers alone cannot say of quantised weights."""
-    if not manifest.quantized:
-        return []
-    return [
-        "what quantisation costs in perplexity and acceptance length was not measured, as the whole model was not run; "
-        f"--gate full measures both, and takes about {_whole_bytes(manifest) / 1e9:.1f} GB"
-    ]
 
 
 def _whole_bytes(manifest: Manifest) -> float:
