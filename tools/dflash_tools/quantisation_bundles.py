@@ -34,7 +34,9 @@ class Quality:
     rounds: int
 
 
-def build_bundle(kind: str, model: Path, drafter: str | None, out: Path) -> None:
+def build_bundle(
+    kind: str, model: Path, drafter: str | None, out: Path, max_context_tokens: int | None = None
+) -> None:
     """Builds one bundle in a process of its own, unless it is there.
 
     Args:
@@ -42,6 +44,7 @@ def build_bundle(kind: str, model: Path, drafter: str | None, out: Path) -> None
         model: The target's checkpoint.
         drafter: Its drafter, quantised as the target is; None for none.
         out: The bundle.
+        max_context_tokens: None for the build's own choice.
 
     Raises:
         DFlashError: the build failed; its last line is the message.
@@ -52,7 +55,8 @@ def build_bundle(kind: str, model: Path, drafter: str | None, out: Path) -> None
     if drafter is not None:
         options += ["--drafter", drafter] + (["--quantize-drafter", kind] if options else [])
     argv = [sys.executable, "-m", "dflash_tools.cli", "build", "--target", str(model), "--precision", "fp32"]
-    argv += ["--max-context", "1024", "--gate", "full", "--out", str(out), *options]
+    argv += ["--gate", "full", "--out", str(out), *options]
+    argv += [] if max_context_tokens is None else ["--max-context", str(max_context_tokens)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["no message"]

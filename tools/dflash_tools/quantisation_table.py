@@ -5,6 +5,7 @@
 
 The bundles are built with `dflash-export build` where the work folder does not hold them yet: fp32, then int8 and int4
 for layers, head and drafter. Every time is that of a process of its own, and the engines take turns, see `speed_plain`.
+What is printed is a table in Markdown.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from dflash_tools.quantisation_bundles import KINDS, Quality, build_bundle, meas
 from dflash_tools.sizes import bytes_text
 from dflash_tools.speed_plain import measure_in_a_process
 
-_GENAI = {"onnxruntime-genai fp32": "fp32", "onnxruntime-genai int4": "int4"}
+_GENAI_INT4 = "onnxruntime-genai int4"
+_GENAI = {"onnxruntime-genai fp32": "fp32", _GENAI_INT4: "int4"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +59,13 @@ class Row:
 @click.option("--num-prompts", type=click.IntRange(1), default=6, show_default=True)
 @click.option("--max-new-tokens", type=click.IntRange(1), default=96, show_default=True, help="Of each answer.")
 @click.option("--block-size", type=int, metavar="N", help="[default: the drafter's own]")
+@click.option("--max-context", type=click.IntRange(1), metavar="N", help="Of the bundles. [default: that of build]")
 @click.option("--without-genai", is_flag=True, help="Leave onnxruntime-genai out.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
     model: Path, drafter: str | None, work: Path, kinds: tuple[str, ...], threads: int, tokens: int, rounds: int,
-    prompts: str, num_prompts: int, max_new_tokens: int, block_size: int | None, without_genai: bool, as_json: bool,
+    prompts: str, num_prompts: int, max_new_tokens: int, block_size: int | None, max_context: int | None,
+    without_genai: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Builds fp32, int8 and int4 bundles of one checkpoint and measures them in one run."""
     conversations = find_prompts(prompts, num_prompts).conversations
@@ -72,7 +76,7 @@ def main(
     with ProgressLine() as progress:
         for number, (kind, folder) in enumerate(bundles.items()):
             progress("bundles", number, len(bundles))
-            build_bundle(kind, model, drafter, folder)
+            build_bundle(kind, model, drafter, folder, max_context)
         for name, folder in peers.items():
             if not (folder / "genai_config.json").is_file():
                 convert(model, folder, work / "genai-cache", _GENAI[name])
@@ -97,7 +101,8 @@ def main(
     if as_json:
         click.echo(json.dumps({**facts, "engines": [dataclasses.asdict(row) for row in rows]}))
         return
-    _print(rows, facts)
+    for line in markdown(rows, facts):
+        click.echo(line)
 
 
 def _ending(name: str) -> str:
@@ -105,7 +110,7 @@ def _ending(name: str) -> str:
 
 
 def _row(name: str, size_bytes: int, times_ms: list[float], quality: Quality | None) -> Row:
-    low, middle, high = statistics.quantiles(times_ms, n=4)
+    low, middle, high = statistics.quantiles(times_ms, n=4, method="inclusive")  # never beyond what was measured
     return Row(name, size_bytes, middle, (low, high), quality)
 
 
@@ -113,22 +118,36 @@ def _folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir() if path.name.startswith("model"))
 
 
-def _print(rows: list[Row], facts: Mapping[str, Any]) -> None:
-    first = rows[0]
-    click.echo(f"{facts['threads']} threads; plain decoding: {facts['tokens']} new tokens, median (and quartiles) of "
-               f"{facts['rounds']} processes each, in turn; acceptance: {facts['num_prompts']} prompts of "
-               f"{facts['prompts']}, {facts['max_new_tokens']} new tokens each")
-    click.echo(f"{'':24}{'weights':>9}  {'perplexity':>10}  {'ms/token':>24}  {'tokens/s':>8}  {'speed':>6}  "
-               "tokens a round")  # fmt: skip
+def markdown(rows: list[Row], facts: Mapping[str, Any]) -> list[str]:
+    """The table as a README takes it, with what it was measured on.
+
+    Args:
+        rows: Engines, that which the others are compared with first.
+        facts: Options of the run.
+    """
+    peer = next((row for row in rows if row.name == _GENAI_INT4), None)
+    block = next((row.quality.block_size for row in rows if row.quality is not None), None)
+    heads = ["", "weights", "perplexity", "ms a token (quartiles)", "tokens/s", f"speed, {rows[0].name} is 1"]
+    heads += [] if peer is None else [f"speed, {peer.name} is 1"]
+    heads += ["tokens a round" + (f", block {block}" if block else "")]
+    lines = [
+        f"{facts['threads']} threads; plain decoding of {facts['tokens']} new tokens, median of {facts['rounds']} "
+        f"processes each, in turn; perplexity on the text of the build; rounds over the answers to "
+        f"{facts['num_prompts']} prompts of {facts['prompts']}, {facts['max_new_tokens']} new tokens each:",
+        "", _line(heads), "|---" * len(heads) + "|",
+    ]  # fmt: skip
     for row in rows:
-        spread = f"{row.ms_per_token:.2f} ({row.quartiles_ms[0]:.2f} to {row.quartiles_ms[1]:.2f})"
-        own = row.quality
-        perplexity = "" if own is None else f"{own.perplexity:.2f}"
-        rounds = "" if own is None or own.acceptance_length is None else (
-            f"{own.acceptance_length:.2f} (block {own.block_size})"
-        )
-        click.echo(f"{row.name:24}{bytes_text(row.size_bytes):>9}  {perplexity:>10}  {spread:>24}  "
-                   f"{1000 / row.ms_per_token:8.1f}  {first.ms_per_token / row.ms_per_token:5.2f}x  {rounds}")
+        low, high = row.quartiles_ms
+        cells = [row.name, bytes_text(row.size_bytes), "" if row.quality is None else f"{row.quality.perplexity:.2f}"]
+        cells += [f"{row.ms_per_token:.2f} ({low:.2f} to {high:.2f})", f"{1000 / row.ms_per_token:.1f}"]
+        cells += [f"{one.ms_per_token / row.ms_per_token:.2f}" for one in (rows[0], peer) if one is not None]
+        length = None if row.quality is None else row.quality.acceptance_length
+        lines.append(_line([*cells, "" if length is None else f"{length:.2f}"]))
+    return lines
+
+
+def _line(cells: list[str]) -> str:
+    return "".join(f"| {cell} " if cell else "| " for cell in cells) + "|"
 
 
 if __name__ == "__main__":
