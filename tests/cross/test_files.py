@@ -153,6 +153,23 @@ def test_too_little_room_is_said_before_work(
         pipeline.build(MAIN.options(checkpoints), older, "ort-cpu", quiet)
 
 
+@pytest.mark.parametrize(
+    ("reason", "words"), [(errno.EROFS, "Read-only file system"), (errno.EACCES, "Permission denied")]
+)
+def test_a_read_only_place_is_said_before_work(
+    older: Path, checkpoints: Path, reason: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the system says it, whose word does not depend on who runs the tests."""
+
+    def refuse(path: str, mode: int = 0o777) -> None:
+        raise OSError(reason, os.strerror(reason), path)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(pipeline, "export_bundle", None)
+    with pytest.raises(OutputError, match=rf"^.*/place cannot be written \({words}\)\. Choose another --out\.$"):
+        pipeline.build(MAIN.options(checkpoints), older, "ort-cpu", quiet)
+
+
 @pytest.mark.parametrize("kind", ["file", "below a file", "foreign folder", "unwritable"])
 def test_places_that_cannot_be_used(
     checkpoints: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
