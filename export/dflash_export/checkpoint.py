@@ -13,8 +13,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from dflash_export.catalog import CATALOG, NOT_SERVED, shipped_folder
 from dflash_export.hub_access import download
 from dflash_export.json_file import read_json
-from dflash_export.quantised_names import refuse_unexplained_parts
 from dflash_export.quantized_formats import import_notes, read_quantized_places
+from dflash_export.quantized_names import refuse_unexplained_parts
 from dflash_export.tensor_files import TensorPlace, read_tensor_places
 from dflash_runtime.bundle import SourceFacts
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError

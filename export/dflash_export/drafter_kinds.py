@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dflash_export.quantised_names import refuse_unexplained_parts
+from dflash_export.quantized_names import refuse_unexplained_parts
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 
 PLAIN_ARCHITECTURE, DFLASH2_ARCHITECTURE = "DFlashDraftModel", "DFlash2DraftModel"

@@ -1,6 +1,6 @@
 """Targets that others quantised, built in full; `tests/export/test_quantised_checkpoints.py` compares their weights.
 
-The checkpoints were written by each format's own library, see `quantised_checkpoints/write_checkpoints.py`.
+The checkpoints were written by each format's own library, see `quantized_checkpoints/write_checkpoints.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import CheckpointError
 from dflash_tools.pipeline import build
 
-CHECKPOINTS = Path(__file__).parent / "quantised_checkpoints"
+CHECKPOINTS = Path(__file__).parent / "quantized_checkpoints"
 FAST = {"ct-int4-asymmetric": "bf16", "ct-fp8": "bf16"}
 SLOW = {
     "ct-int4": "fp32", "ct-int8": "bf16", "ct-int8-asymmetric": "fp32", "ct-fp8-tensor": "fp32", "awq": "fp16",

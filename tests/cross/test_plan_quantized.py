@@ -32,7 +32,7 @@ from dflash_tools.plan_against_measured import bound_bytes, plan_shapes, stored_
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "tie_word_embeddings": False,
         "num_hidden_layers": 2}  # fmt: skip
-CHECKPOINTS = Path(__file__).parent / "quantised_checkpoints"
+CHECKPOINTS = Path(__file__).parent / "quantized_checkpoints"
 ROUNDED = [
     # layers, head, drafter, precision, symmetric, group size
     ("keep keep keep", "fp16", True, 32),

@@ -12,7 +12,7 @@ from typing import Any
 
 from dflash_runtime.errors import CheckpointError, UnsupportedModelError
 from dflash_tools.model_shape import KvLayer, Matrix, ModelShape
-from dflash_tools.quantised_config import HEAD, StoredForms, read_stored_forms, with_forms
+from dflash_tools.quantized_config import HEAD, StoredForms, read_stored_forms, with_forms
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_runtime.errors import CheckpointError, PairError
 from dflash_tools.model_shape import DrafterShape, KvLayer, Matrix, ModelShape
-from dflash_tools.quantised_config import HEAD, StoredForms, read_stored_forms, with_forms
+from dflash_tools.quantized_config import HEAD, StoredForms, read_stored_forms, with_forms
 
 DEFAULT_LAYERS = 5
 DEFAULT_TAPS = 5

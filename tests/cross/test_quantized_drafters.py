@@ -28,7 +28,7 @@ from dflash_runtime.generation import GenerationConfig
 from dflash_runtime.session import Session
 from dflash_tools.pipeline import build
 
-CHECKPOINTS = Path(__file__).parent / "quantised_checkpoints"
+CHECKPOINTS = Path(__file__).parent / "quantized_checkpoints"
 ORIGINS = {
     "drafter-ct-int4": "compressed-tensors", "drafter-awq": "AWQ", "drafter-gptq": "GPTQ",
     "drafter-ct-fp8": "compressed-tensors",

@@ -4,7 +4,7 @@
     pip install transformers==5.24.0 compressed-tensors==0.20.1 nvidia-modelopt==0.47.0 requests accelerate
     pip install --no-deps autoawq==0.2.9 gptqmodel==7.7.0 torchao datasets
     pip install tokenicer logbar device-smi pypcre threadpoolctl protobuf pillow defuser dill
-    TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 python tests/cross/quantised_checkpoints/write_checkpoints.py [NAME]...
+    TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 python tests/cross/quantized_checkpoints/write_checkpoints.py [NAME]...
 
 Of autoawq and gptqmodel only the modules that pack weights are imported: as packages they want a GPU's libraries.
 Beside each checkpoint lies `meant.json`: the library with its version, and of every quantised weight the hash of the

@@ -13,8 +13,8 @@ from pairs import MAIN
 
 from dflash_runtime.bundle import Bundle
 from dflash_runtime.errors import DFlashError
-from dflash_tools.quantisation_bundles import Quality, build_bundle, measure_quality
-from dflash_tools.quantisation_table import Row, main, markdown
+from dflash_tools.quantization_bundles import Quality, build_bundle, measure_quality
+from dflash_tools.quantization_table import Row, main, markdown
 
 
 def test_one_run_says_size_quality_and_speed(built: Make, tmp_path: Path) -> None:

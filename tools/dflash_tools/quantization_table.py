@@ -1,7 +1,7 @@
 """What quantisation costs and brings on a CPU, in one run: size, perplexity, acceptance length and speed.
 
     pip install onnxruntime-genai
-    python -m dflash_tools.quantisation_table --model FOLDER --drafter DRAFTER --work FOLDER --threads 2
+    python -m dflash_tools.quantization_table --model FOLDER --drafter DRAFTER --work FOLDER --threads 2
 
 The bundles are built with `dflash-export build` where the work folder does not hold them yet: fp32, then int8 and int4
 for layers, head and drafter. Every time is that of a process of its own, and the engines take turns, see `speed_plain`.
@@ -25,7 +25,7 @@ from dflash_tools.bench_prompts import REFERENCE, find_prompts
 from dflash_tools.error_lines import DFlashCommand, needs_extra
 from dflash_tools.genai_model import convert
 from dflash_tools.progress import ProgressLine
-from dflash_tools.quantisation_bundles import KINDS, Quality, build_bundle, measure_quality, weight_bytes
+from dflash_tools.quantization_bundles import KINDS, Quality, build_bundle, measure_quality, weight_bytes
 from dflash_tools.sizes import bytes_text
 from dflash_tools.speed_plain import measure_in_a_process
 

@@ -11,7 +11,7 @@ from dflash_runtime.errors import CheckpointError
 from dflash_tools.decoder_families import read_model_shape
 from dflash_tools.drafter_shape import read_drafter_shape
 from dflash_tools.model_shape import WeightForm
-from dflash_tools.quantised_config import read_stored_forms
+from dflash_tools.quantized_config import read_stored_forms
 from dflash_tools.weight_bytes import Storage, model_bytes
 
 Q, K, DOWN = (f"model.layers.3.{name}" for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"))

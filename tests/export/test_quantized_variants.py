@@ -18,7 +18,7 @@ from dflash_export.quantized_formats.imported_place import ImportedPlace, import
 from dflash_export.weight_store import store_weights
 from dflash_runtime.errors import CheckpointError
 
-CHECKPOINTS = Path(__file__).parents[1] / "cross" / "quantised_checkpoints"
+CHECKPOINTS = Path(__file__).parents[1] / "cross" / "quantized_checkpoints"
 Edit = Callable[[dict[str, Tensor], dict[str, Any]], None]
 """Changes tensors and quantization_config in place."""
 

@@ -1,6 +1,6 @@
 """Checkpoints that each format's own library wrote mean here what that library says they mean.
 
-They lie in `tests/cross/quantised_checkpoints/`, with the script that made them and what the libraries say.
+They lie in `tests/cross/quantized_checkpoints/`, with the script that made them and what the libraries say.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dflash_export.weight_store import store_weights
 from dflash_runtime.bundle import Manifest
 from dflash_runtime.errors import CheckpointError
 
-CHECKPOINTS = Path(__file__).parents[1] / "cross" / "quantised_checkpoints"
+CHECKPOINTS = Path(__file__).parents[1] / "cross" / "quantized_checkpoints"
 NAMES = sorted(path.parent.name for path in CHECKPOINTS.glob("*/meant.json"))
 ACT_ORDER = ("ct-act-order", "gptq-act-order")
 
