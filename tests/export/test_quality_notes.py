@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from dflash_export.evidence import Quality, QuantizedQuality, TargetEvidence
+from dflash_export.gate import fits_memory
 from dflash_export.quality_notes import unmeasured
 from dflash_export.quantized_places import ROUND_TO_NEAREST
 
@@ -55,3 +57,13 @@ def test_layers_alone_name_the_option_and_what_it_takes() -> None:
 def test_what_nobody_can_measure_is_said(given: Any, found: TargetEvidence, words: str) -> None:
     (note,) = unmeasured(given, found, 1e9)
     assert words in note
+
+
+@pytest.mark.parametrize("origin", [None, ROUND_TO_NEAREST])
+def test_a_quantised_model_takes_more_memory_to_run_whole(origin: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2-135M's size: in floats it is compared whole within 1.5 GB; its int4 took 2.4 GB that way."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 40))
+    weights = {TARGET: SimpleNamespace(shape=[134_515_008])}
+    given: Any = SimpleNamespace(weights=weights, quantized=manifest(origin).quantized, precision="fp32")
+    assert fits_memory(given, "auto") == (origin is None)
+    assert fits_memory(given, "full") and not fits_memory(given, "layers")
