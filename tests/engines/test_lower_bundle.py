@@ -13,8 +13,8 @@ from tiny_graphs import Sizes, target_model
 
 from dflash_engines import engine_writing
 from dflash_engines.ort_cpu import lower_bundle
-from dflash_runtime.bundle import Bundle
-from dflash_runtime.engine_record import open_engine
+from dflash_runtime.bundle import Bundle, write_record
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME, open_engine
 from dflash_runtime.errors import DFlashError, OutputError
 
 
@@ -75,7 +75,7 @@ def test_an_engine_of_another_graph_is_made_again(bundle: Path) -> None:
 def test_an_engine_made_by_other_versions_is_made_again(bundle: Path) -> None:
     first = lower_bundle(bundle)
     older = dataclasses.replace(first, versions={**first.versions, "onnx-ir": "0.1"})
-    older.write(bundle / "engines" / "ort-cpu")
+    write_record(bundle / "engines" / "ort-cpu" / ENGINE_RECORD_NAME, older)
     assert lower_bundle(bundle) == first
 
 
@@ -84,14 +84,15 @@ def test_an_engine_of_older_passes_is_made_again(bundle: Path, revision: str | N
     first = lower_bundle(bundle)
     versions = {name: text for name, text in first.versions.items() if name != "lowering"}
     versions |= {} if revision is None else {"lowering": revision}
-    dataclasses.replace(first, versions=versions).write(bundle / "engines" / "ort-cpu")
+    older = dataclasses.replace(first, versions=versions)
+    write_record(bundle / "engines" / "ort-cpu" / ENGINE_RECORD_NAME, older)
     assert lower_bundle(bundle) == first
 
 
 def test_a_full_disk_leaves_the_old_engine(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = lower_bundle(bundle)
     older = dataclasses.replace(first, versions={})
-    older.write(bundle / "engines" / "ort-cpu")
+    write_record(bundle / "engines" / "ort-cpu" / ENGINE_RECORD_NAME, older)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
