@@ -47,9 +47,9 @@ class JsonGrammars:
         Raises:
             ApiError: the schema is none, or says what cannot be held to.
         """
-        options: llguidance.JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
         try:
-            source = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=options)
+            source = llguidance.LLMatcher.grammar_from_json_schema(
+                schema, defaults={"whitespace_pattern": _WHITE_SPACE})  # fmt: skip
         except ValueError as error:
             raise _cannot_follow(str(error)) from error
         matcher = llguidance.LLMatcher(self._tokens, source, log_level=0)
