@@ -83,7 +83,7 @@ def lower_bundle(
         return present
     files = bundle.manifest.graph_files()
     portable = {kind: load_portable(bundle, file) for kind, file in files.items()}
-    rings = drafter_rings(bundle.manifest, draft_window_tokens)
+    rings = drafter_rings(bundle.manifest, portable.get("drafter"), draft_window_tokens)
     lowered: dict[str, ir.Model] = {}
     for kind, file in files.items():
         if progress is not None:

@@ -32,6 +32,7 @@ from dflash_engines.passes.scatter_rows import ScatterRowsPass
 from dflash_engines.passes.transposed_matmul import FuseTransposedMatMulPass
 from dflash_engines.passes.weight_inputs import WeightInputsPass, read_weight_inputs
 from dflash_engines.passes.window_rows import WindowRowsPass
+from dflash_engines.portable_graph import load_portable
 from dflash_runtime.bundle import Bundle, GraphKind, file_facts
 from dflash_runtime.device_engine import (
     STOP_ID_SLOTS,
@@ -102,9 +103,11 @@ def lower_bundle(
     present = _fitting_record(bundle)
     if present is not None and (present.versions, present.execution_precision) == (versions, wanted):
         return present
-    rings = drafter_rings(bundle.manifest, draft_window_tokens, max(*bundle.manifest.block_sizes, _CHUNK_TOKENS))
     lowered: dict[str, ir.Model] = {}
     files = bundle.manifest.graph_files()
+    drafter = load_portable(bundle, files["drafter"]) if "drafter" in files else None
+    call_rows = max(*bundle.manifest.block_sizes, _CHUNK_TOKENS)
+    rings = drafter_rings(bundle.manifest, drafter, draft_window_tokens, call_rows)
     for kind, file in files.items():
         if progress is not None:
             progress("lower", len(lowered), len(files))

@@ -19,6 +19,7 @@ from dflash_engines.candidates_graph import CANDIDATES
 from dflash_engines.draft_windows import DRAFT_WINDOW, drafter_rings
 from dflash_engines.fp16_graphs import fp16_warnings, load_for_precision
 from dflash_engines.passes.signed_weights import SIGNED_FILE
+from dflash_engines.portable_graph import load_portable
 from dflash_engines.signed_weight_file import write_signed_weights
 from dflash_engines.tensorrt_build import BuildOrder
 from dflash_engines.tensorrt_network import Network, acceptance_network, candidates_network, make_network
@@ -120,10 +121,12 @@ class EnginePlan:
                 f"Block sizes {list(options.block_sizes)} do not fit the bundle, which takes 2 to {largest}."
             )
         self.chunk = options.prefill_chunk_tokens
-        self.rings = drafter_rings(manifest, options.draft_window_tokens, max(self.chunk, *self.block_sizes, 1))
         self.capacity_rows = manifest.max_context_tokens + max(largest, self.chunk)
         self.graphs = {str(kind): file for kind, file in manifest.graph_files().items()}
         self.kinds = [*self.graphs, ACCEPTANCE, CANDIDATES]
+        drafter = load_portable(bundle, self.graphs["drafter"]) if "drafter" in self.graphs else None
+        call_rows = max(self.chunk, *self.block_sizes, 1)
+        self.rings = drafter_rings(manifest, drafter, options.draft_window_tokens, call_rows)
         self.warnings = fp16_warnings(bundle, self.precision)
 
     def network(self, kind: str) -> Network:

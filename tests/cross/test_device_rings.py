@@ -18,6 +18,7 @@ from recording_device import RecordingDevice
 
 from dflash_engines import tensorrt_engines
 from dflash_engines.draft_windows import drafter_rings
+from dflash_engines.portable_graph import load_portable
 from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan
 from dflash_engines.tensorrt_versions import VERSIONS
 from dflash_runtime import GenerationConfig, GenerationResult, Session
@@ -163,11 +164,12 @@ def test_memory_does_not_depend_on_the_context(bundles: dict[str, Bundle], tmp_p
 
 def test_a_ring_that_spares_nothing_is_none(bundles: dict[str, Bundle]) -> None:
     """Rows are for calls too: with long pieces of prompt a short context is the smaller of the two."""
-    manifest = bundles[BOTH_WAYS.name].manifest
-    window, _, context = facts_of(bundles[BOTH_WAYS.name])
+    bundle = bundles[BOTH_WAYS.name]
+    window, _, context = facts_of(bundle)
+    drafter = load_portable(bundle, bundle.manifest.graph_files()["drafter"])
     for call_rows in (8, 128, 512):
         rows = 2 * (window - 1) + 3 * call_rows
-        assert bool(drafter_rings(manifest, call_rows=call_rows)) == (rows < context + call_rows)
+        assert bool(drafter_rings(bundle.manifest, drafter, call_rows=call_rows)) == (rows < context + call_rows)
 
 
 def turns(bundle: Bundle, form: str, seed: int) -> Iterator[tuple[GenerationResult, GenerationResult, int]]:

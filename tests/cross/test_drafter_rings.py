@@ -40,7 +40,7 @@ def both(exported: Make, once: Once) -> Ringed:
 
     def whole(bundle: Path, folder: Path) -> None:
         shutil.copytree(bundle, folder / "bundle")
-        lower_otherwise(folder / "bundle", lambda manifest, window=None: {})
+        lower_otherwise(folder / "bundle", lambda manifest, drafter, window=None: {})
 
     def make(pair: Pair) -> tuple[Path, Path]:
         bundle = exported(pair)
@@ -207,7 +207,7 @@ def test_a_ring_that_is_trusted_too_far_shows(
 def with_rings(bundle: Path, copy: Path, ring: Ring) -> Path:
     shutil.copytree(bundle, copy)
     names = open_engine(Bundle.open(bundle), "ort-cpu").rings
-    lower_otherwise(copy, lambda manifest, window=None: dict.fromkeys(names, ring))
+    lower_otherwise(copy, lambda manifest, drafter, window=None: dict.fromkeys(names, ring))
     return copy
 
 

@@ -53,7 +53,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
 
 def write_engines(bundle: Bundle) -> None:
     """The lowered graphs in fp32, which ONNX Runtime's attention on a CPU wants."""
-    files, rings = bundle.manifest.graph_files(), drafter_rings(bundle.manifest, call_rows=ort_cuda._CHUNK_TOKENS)
+    files = bundle.manifest.graph_files()
+    drafter = ir.load(bundle.path / files["drafter"])
+    rings = drafter_rings(bundle.manifest, drafter, call_rows=ort_cuda._CHUNK_TOKENS)
     wide = {kind: to_fp32(lower_model(ir.load(bundle.path / file), kind, "bf16", {} if kind == "target" else rings))
             for kind, file in files.items()}  # fmt: skip
     write_graphs(bundle, wide, {}, "fp32", rings)

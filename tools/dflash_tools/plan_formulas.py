@@ -90,7 +90,7 @@ def drafter_kv_bytes(
             CPU.
         draft_window: Window of layers that have none.
     """
-    from dflash_engines.draft_windows import ring_rows
+    from dflash_engines.ring_sizes import ring_rows
 
     windows = [layer.window_tokens or draft_window for layer in shape.kv_layers]
     call_rows = None if prefill_chunk is None else max(prefill_chunk, *block_sizes)
