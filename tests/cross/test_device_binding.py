@@ -17,10 +17,11 @@ from recording_device import RecordingDevice
 
 from dflash_engines.tensorrt_plan import EngineOptions, EnginePlan
 from dflash_engines.tensorrt_versions import VERSIONS
-from dflash_runtime.bundle import Bundle
+from dflash_runtime.bundle import Bundle, write_record
 from dflash_runtime.device import ALIGNMENT_BYTES, Buffer
 from dflash_runtime.device_backend import DeviceBackend, open_engines
 from dflash_runtime.device_engine import BoundWeight, EngineProfile, GraphEngine, device_tag
+from dflash_runtime.engine_record import ENGINE_RECORD_NAME
 from dflash_runtime.errors import EngineError
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -75,7 +76,7 @@ def open_bundle(exported: Make, folder: Path, form: str, precision: str, chunk: 
         (engines_folder / f"{kind}.engine").write_bytes(network.onnx)
         weights = [BoundWeight(w.input, w.weight, w.dtype) for w in network.weight_inputs]
         engines.append(GraphEngine(kind, f"{kind}.engine", "key", plan.profiles(kind), weights, [], 0))
-    plan.record(engines, engines_folder).write(engines_folder)
+    write_record(engines_folder / ENGINE_RECORD_NAME, plan.record(engines, engines_folder))
     return open_engines(backend, bundle, BindingDevice(), 128)
 
 

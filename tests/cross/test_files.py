@@ -126,7 +126,7 @@ def test_a_file_that_cannot_grow(
         signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize("stage", ["export_bundle", "check_portable", "lower_bundle", "write_atomically"])
+@pytest.mark.parametrize("stage", ["export_bundle", "check_portable", "lower_bundle", "write_record"])
 def test_a_disk_that_fills_at_any_stage(
     older: Path, checkpoints: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

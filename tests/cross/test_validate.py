@@ -168,10 +168,10 @@ def test_it_travels_with_the_bundle_and_is_replaced(bundle: Path) -> None:
 def test_a_killed_writer_leaves_a_bundle_that_opens(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_to_bundle(Bundle.open(bundle), made(bundle))
 
-    def killed(path: Path, text: str) -> None:
+    def killed(path: Path, record: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dflash_tools.reference_file.write_atomically", killed)
+    monkeypatch.setattr("dflash_tools.reference_file.write_record", killed)
     with pytest.raises(KeyboardInterrupt):
         add_to_bundle(Bundle.open(bundle), made(bundle, new_tokens=6))
     Bundle.open(bundle).check_files(full=True)
