@@ -77,15 +77,15 @@ class TensorRTEngine:
         if context is None or not context.set_optimization_profile_async(index, self._stream):
             raise EngineError(f"TensorRT cannot prepare profile {index} of {self._path}; its own message is above.")
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+        if narrow := [name for name in names if engine.get_tensor_dtype(name) == trt.DataType.INT32]:
+            raise EngineError(f"{self._path} has {', '.join(narrow)} in INT32; ids here are INT64. Build it again.")
         moving = [name for name in names if -1 in tuple(engine.get_tensor_shape(name))]
         for name in (name for name in moving if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT):
             # A profile allows one shape: smallest, best and largest are the same.
             if not context.set_input_shape(name, tuple(engine.get_tensor_profile_shape(name, index)[1])):
                 raise EngineError(f"TensorRT refuses the shape of {name} in profile {index} of {self._path}.")
-        sizes = {
-            name: int(np.prod(tuple(context.get_tensor_shape(name)))) * engine.get_tensor_dtype(name).itemsize
-            for name in names
-        }
+        sizes = {name: int(np.prod(tuple(context.get_tensor_shape(name)))) * engine.get_tensor_dtype(name).itemsize
+                 for name in names}  # fmt: skip
         return TensorRTContext(context, sizes, self._stream, f"profile {index} of {self._path}")
 
 

@@ -96,6 +96,7 @@ class FakeTensorRT(types.ModuleType):
     """An engine with two profiles: `ids` of 4 and 16 INT64, `weight` of a fixed shape, `taps` in halves."""
 
     __version__ = "10.3.0"
+    DataType = types.SimpleNamespace(INT32=types.SimpleNamespace(itemsize=4))
     TensorIOMode = types.SimpleNamespace(INPUT="in", OUTPUT="out")
     ExecutionContextAllocationStrategy = types.SimpleNamespace(USER_MANAGED="by the user")
     class Logger:
@@ -131,7 +132,8 @@ class _Engine:
         return self.trt.tensors[name][1]
 
     def get_tensor_dtype(self, name: str) -> Any:
-        return types.SimpleNamespace(itemsize=self.trt.tensors[name][2])
+        size = self.trt.tensors[name][2]
+        return self.trt.DataType.INT32 if size == 4 else types.SimpleNamespace(itemsize=size)
 
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
         assert name == "ids"

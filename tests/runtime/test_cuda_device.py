@@ -144,6 +144,15 @@ def test_what_an_engine_wants_must_be_there_and_large_enough(device: Any, tmp_pa
             graph.bind(profile, {**buffers, **wrong})
 
 
+def test_an_engine_with_ids_of_32_bit_is_refused(device: Any, tmp_path: Path) -> None:
+    """They would be read as every other half of those of 64."""
+    (tmp_path / "target.engine").write_bytes(b"engine")
+    sys.modules["tensorrt"].tensors["ids"] = ("in", (1, -1), 4)
+    opened = device.open_engine(tmp_path / "target.engine", [])
+    with pytest.raises(EngineError, match=r"target\.engine has ids in INT32; ids here are INT64"):
+        opened.open_context(0, device.allocate(opened.scratch_bytes))
+
+
 def test_what_fails_is_named(device: Any, cuda: FakeCuda) -> None:
     cuda.fail = {"cudaMalloc": Status.cudaErrorMemoryAllocation, "cudaEventRecord": Status.cudaErrorMemoryAllocation}
     with pytest.raises(BackendError, match=r"5 MiB are wanted and 3 of 8 MiB .* cudaErrorMemoryAllocation"):
@@ -270,4 +279,5 @@ def test_the_real_tensorrt_rtx_has_these_methods() -> None:
         (real.ExecutionContextAllocationStrategy, "USER_MANAGED"), (real.TensorIOMode, "INPUT"),
     ):  # fmt: skip
         assert [name for name in names.split() if not hasattr(owner, name)] == []
+    assert real.DataType.INT32 != real.DataType.INT64
     assert [real.DataType.BF16.itemsize, real.DataType.INT64.itemsize] == [2, 8]
